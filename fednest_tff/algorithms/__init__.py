@@ -1,0 +1,1 @@
+"""Federated algorithms: TFF processes around the local mathematics."""

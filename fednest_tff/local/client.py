@@ -1,0 +1,89 @@
+"""A client as the algorithms see it: dense examples, a weight, a seed."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from fednest_tff.local import sampling
+from fednest_tff.problems import Problem
+from fednest_tff.vector_space import Structure
+
+# More than any client has, and what `Dataset.batch` still accepts.
+_ALL = 2**40
+
+
+class Client(NamedTuple):
+  """What a client keeps at hand for an epoch.
+
+  Attributes:
+    inner: Its inner examples, behind g_i.
+    outer: Its outer examples, behind f_i.
+    weight: Its weight in every mean over clients; 0 if it lacks examples.
+    seed: A number of its own (int64), to fold into seeds from the server.
+    num_examples: How many examples it has (int64).
+  """
+
+  inner: Structure
+  outer: Structure
+  weight: tf.Tensor
+  seed: tf.Tensor
+  num_examples: tf.Tensor
+
+
+def _pad_if_empty(examples: Structure) -> tuple[Structure, tf.Tensor]:
+  """`examples`, or one example of zeros; and whether there were any.
+
+  The mean over no examples is NaN, and NaN times a weight of 0 still is.
+  """
+  count = sampling.num_examples(examples)
+  missing = tf.maximum(1 - count, 0)
+
+  def pad(t):
+    return tf.pad(t, [[0, missing]] + [[0, 0]] * (t.shape.rank - 1))
+
+  return tf.nest.map_structure(pad, examples), count > 0
+
+
+def from_dataset(
+    problem: Problem,
+    weighting: Callable[[Structure], tf.Tensor],
+    dataset: tf.data.Dataset,
+) -> Client:
+  """Reads a client's dataset, once per epoch, into dense tensors.
+
+  Args:
+    problem: The problem, for its split and its types.
+    weighting: From the client's examples to its weight.
+    dataset: Single examples of `problem.element_spec`.
+
+  Returns:
+    The client.
+  """
+  # A dataset without elements has no single element: a sentinel goes along.
+  sentinel = tf.data.Dataset.from_tensors(
+      tf.nest.map_structure(
+          lambda spec: tf.zeros(spec.shape, spec.dtype), problem.element_spec
+      )
+  )
+  rows = dataset.concatenate(sentinel).batch(_ALL).get_single_element()
+  examples = tf.nest.map_structure(lambda t: t[:-1], rows)
+  count = sampling.num_examples(examples)
+
+  inner, outer = problem.split(_pad_if_empty(examples)[0])
+  inner, has_inner = _pad_if_empty(inner)
+  outer, has_outer = _pad_if_empty(outer)
+  is_whole = tf.reduce_all([count > 0, has_inner, has_outer])
+  weight = tf.cast(weighting(examples), problem.scalar_dtype)
+  return Client(
+      inner,
+      outer,
+      weight=tf.where(is_whole, weight, 0),
+      seed=sampling.fingerprint(rows),
+      num_examples=tf.cast(count, tf.int64),
+  )
+
+
+def seed_of(client: Client, seed: tf.Tensor, purpose: int | tf.Tensor):
+  """The client's own seed for one purpose, from the server's common seed."""
+  return sampling.fold_in(sampling.fold_in(seed, client.seed), purpose)
