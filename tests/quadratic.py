@@ -155,26 +155,29 @@ def local_form(client):
   return LocalForm(letters)
 
 
-class ClosedForm(LocalForm):
-  """The weighted mean of clients, and the solution of the nested problem."""
+class MeanForm(LocalForm):
+  """The weighted mean of clients' forms; `locals` has the clients' own."""
 
-  def __init__(self, clients, weights=None):
-    self.locals = [local_form(client) for client in clients]
-    self.weights = np.ones(len(clients)) if weights is None else weights
+  def __init__(self, forms, weights=None):
+    self.locals = forms
+    self.weights = np.ones(len(forms)) if weights is None else weights
     self.weights = np.asarray(self.weights) / np.sum(self.weights)
-    names = list(SHAPES) + ['Mc', 'Pe']
     super().__init__({
-        name: sum(
-            w * getattr(form, name)
-            for w, form in zip(self.weights, self.locals, strict=True)
-        )
-        for name in names
+        name: self.mean([getattr(form, name) for form in forms])
+        for name in vars(forms[0])
     })
 
   def mean(self, values):
     return sum(
         w * value for w, value in zip(self.weights, values, strict=True)
     )
+
+
+class ClosedForm(MeanForm):
+  """The mean over clients' data, and the solution of the nested problem."""
+
+  def __init__(self, clients, weights=None):
+    super().__init__([local_form(client) for client in clients], weights)
 
   def solution(self):
     """(x*, y*(x*)): the hypergradient at y*(x) is affine in x."""
