@@ -1,0 +1,1 @@
+"""Programs that run the library; `python -m experiments.NAME --help`."""
