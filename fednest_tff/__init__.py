@@ -8,7 +8,6 @@ from fednest_tff.algorithms.communication import (
     CommunicationCost,
     communication_cost,
 )
-from fednest_tff.algorithms.fed_ihgp import build_fed_ihgp
 from fednest_tff.algorithms.fed_inn import build_fed_inn
 from fednest_tff.algorithms.fed_nest import (
     METHODS,
@@ -18,6 +17,7 @@ from fednest_tff.algorithms.fed_nest import (
 )
 from fednest_tff.algorithms.fed_out import build_fed_out
 from fednest_tff.algorithms.federation import NestedState
+from fednest_tff.algorithms.ihgp_process import build_fed_ihgp
 from fednest_tff.algorithms.lfed_inn import build_lfed_inn
 from fednest_tff.algorithms.lfed_out import build_lfed_out
 from fednest_tff.algorithms.power_iteration import build_power_iteration
@@ -28,6 +28,7 @@ from fednest_tff.problems import (
     minimax,
     single_level,
 )
+from fednest_tff.runtime import use_runtime
 
 __version__ = '0.1.0.dev0'
 
@@ -50,4 +51,5 @@ __all__ = [
     'compositional',
     'minimax',
     'single_level',
+    'use_runtime',
 ]

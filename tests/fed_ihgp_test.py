@@ -1,6 +1,5 @@
 """FedIHGP and the power iteration against closed forms."""
 
-import attrs
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -136,7 +135,7 @@ def test_power_iteration_finds_the_largest_eigenvalue():
   assert estimates[-1] <= L * (1 + 1e-12)
   assert abs(estimates[-1] - L) <= output.metrics['residual'] + 1e-12
   # The Hessian of this problem does not depend on the point.
-  elsewhere = attrs.evolve(state, outer=X + 1.0, inner=Y - 1.0)
+  elsewhere = state._replace(outer=X + 1.0, inner=Y - 1.0)
   again = process.next(elsewhere, DATASETS).state
   np.testing.assert_allclose(again.smoothness, L, rtol=1e-6)
 

@@ -25,12 +25,14 @@ class Stage(Protocol):
   """A part of an epoch, to be called inside a federated computation.
 
   Inner stages (`FedInn`, `LFedInn`) take `(state, x, y, learning_rate, seed,
-  clients)` and return y+; outer stages (`FedOut`, `LFedOut`) and joint ones
-  (`Joint`) also take the optimizer's state and l, and return x+ or both.
+  features, clients)` and return y+. Outer stages (`FedOut`, `LFedOut`) and
+  joint ones (`Joint`) also take the optimizer's state and l, and return x+ or
+  both.
   """
 
   aggregations: dict[str, aggregation.Aggregation]
   rounds: dict[str, tff.Computation]
+  server: dict[str, tff.Computation]
 
   def __call__(self, *arguments):
     ...
@@ -64,11 +66,15 @@ class Epoch(NamedTuple):
     next: `(<NestedState@SERVER, {dataset}@CLIENTS> ->
       <state=NestedState@SERVER, metrics=<...>@SERVER>)`.
     rounds: The epoch's rounds as computations of their own, by name.
+    server: What the server does between the rounds, by name: 'plan', `(<seed,
+      epoch> -> <beta, alpha, seeds of all calls, epoch + 1>)`, and that of the
+      stages.
   """
 
   initialize: tff.Computation
   next: tff.Computation
   rounds: dict[str, tff.Computation]
+  server: dict[str, tff.Computation]
 
 
 def build_epoch(
@@ -98,21 +104,29 @@ def build_epoch(
   if isinstance(seed, bool) or not isinstance(seed, int):
     raise ValueError(f'`seed` must be an integer; got {seed!r}.')
 
-  def schedule(name, rate):
-    if rate is None:  # No stage asks for it.
+  def schedule(name, rate, is_used):
+    if not is_used:
       return lambda epoch: tf.ones([], dtype)
     return federation.to_schedule(name, rate, dtype)
 
-  inner_rate = schedule('inner_learning_rate', inner_learning_rate)
-  outer_rate = schedule('outer_learning_rate', outer_learning_rate)
+  has_inner_steps = problem.has_inner and bool(stages.inner or stages.joint)
+  inner_rate = schedule(
+      'inner_learning_rate', inner_learning_rate, has_inner_steps
+  )
+  outer_rate = schedule(
+      'outer_learning_rate',
+      outer_learning_rate,
+      bool(stages.outer or stages.joint),
+  )
   if problem.kind == 'compositional':
     smoothness = 1.0  # The inner Hessian is the identity.
   if smoothness is not None:
-    federation.to_schedule('smoothness', smoothness, dtype)
-  aggregations, single_rounds = {}, {}
+    federation.check_smoothness(smoothness)
+  aggregations, single_rounds, server = {}, {}, {}
   for stage in stages.used:
     aggregations |= stage.aggregations
     single_rounds |= stage.rounds
+    server |= stage.server
 
   @tff.tensorflow.computation
   def initial_values():
@@ -163,17 +177,20 @@ def build_epoch(
     beta, alpha, seeds = planned[0], planned[1], planned[2]
     x, y, optimizer = state.outer, state.inner, state.optimizer
     x_there = tff.federated_broadcast(x)
+    features = federated.features(x_there, clients)
     aggregators = {
         name: getattr(state.aggregators, name) for name in aggregations
     }
     metrics = {}
     if stages.inner is not None:
       for t in range(stages.inner_rounds):
-        output = stages.inner(aggregators, x_there, y, beta, seeds[t], clients)
+        output = stages.inner(
+            aggregators, x_there, y, beta, seeds[t], features, clients
+        )
         y = output.value
         aggregators |= output.state
         metrics |= output.metrics
-    rest = state.smoothness, seeds[stages.inner_rounds], clients
+    rest = state.smoothness, seeds[stages.inner_rounds], features, clients
     if stages.outer is not None:
       optimizer, output = stages.outer(
           aggregators, optimizer, (x, x_there), y, alpha, *rest
@@ -205,7 +222,7 @@ def build_epoch(
         tff.federated_zip(new_state), tff.federated_zip(metrics)
     )
 
-  return Epoch(initialize, next_fn, single_rounds)
+  return Epoch(initialize, next_fn, single_rounds, {'plan': plan} | server)
 
 
 def build_inner_process(

@@ -12,20 +12,15 @@ paper's randomly stopped product, the truncated Neumann sum, conjugate gradient
 (`local.inverse_hessian`) and the power iteration that estimates l.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import attrs
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import vector_space
 from fednest_tff.algorithms import aggregation, rounds
-from fednest_tff.algorithms.federation import (
-    Federation,
-    at_clients,
-    at_server,
-)
+from fednest_tff.algorithms.federation import Federation
 from fednest_tff.local import client as client_lib
 from fednest_tff.local import (
     inner_level,
@@ -75,6 +70,8 @@ class FedIHGP:
     solver: How p is made from b and products with H.
     aggregations: How b and H v are averaged, by name.
     rounds: Both rounds as computations of their own, by name.
+    server: The solver's steps, by name: 'ihgp_start', `(<b, l, seed> -> solver
+      state)`, and 'ihgp_advance', `(<solver state, H v, l> -> solver state)`.
   """
 
   def __init__(
@@ -127,17 +124,17 @@ class FedIHGP:
       purpose = _FIRST_ROUND + 2 * index + 1
       return federated.sample(examples, client, seed, purpose)
 
-    def gradient(message, client):
-      batch = sample(client.outer, client, message.seed, 0)
+    def gradient(message, features, client):
+      part = sample(features.outer, client, message.seed, 0)
       return outer_level.gradient_in_inner(
-          problem, message.outer, message.inner, batch
+          problem, message.outer, message.inner, part
       )
 
-    def product(message, client):
+    def product(message, features, client):
       def multiply():
-        batch = sample(client.inner, client, message.seed, message.index)
+        part = sample(features.inner, client, message.seed, message.index)
         return inner_level.hessian_product(
-            problem, message.outer, message.inner, message.vector, batch
+            problem, message.outer, message.inner, message.vector, part
         )
 
       return tf.cond(
@@ -146,23 +143,25 @@ class FedIHGP:
           lambda: tf.nest.map_structure(tf.zeros_like, message.vector),
       )
 
-    @tff.tensorflow.computation(point_type, federated.client_type)
-    def client_gradient(point, client):
-      return gradient(point, client), weight(client, point.seed, 0)
+    client_types = federated.features_type, federated.client_type
 
-    @tff.tensorflow.computation(product_type, federated.client_type)
-    def client_product(message, client):
+    @tff.tensorflow.computation(point_type, *client_types)
+    def client_gradient(point, features, client):
+      return gradient(point, features, client), weight(client, point.seed, 0)
+
+    @tff.tensorflow.computation(product_type, *client_types)
+    def client_product(message, features, client):
       return (
-          product(message, client),
+          product(message, features, client),
           weight(client, message.seed, message.index),
       )
 
-    @tff.tensorflow.computation(product_type, federated.client_type)
-    def client_step(message, client):
+    @tff.tensorflow.computation(product_type, *client_types)
+    def client_step(message, features, client):
       answer = tf.cond(
           tf.equal(message.index, 0),
-          lambda: gradient(message, client),
-          lambda: product(message, client),
+          lambda: gradient(message, features, client),
+          lambda: product(message, features, client),
       )
       return answer, weight(client, message.seed, message.index)
 
@@ -183,6 +182,7 @@ class FedIHGP:
     self._client_step = client_step
     self.server_start = server_start
     self.server_advance = server_advance
+    self.server = dict(ihgp_start=server_start, ihgp_advance=server_advance)
     uniform = federated.uniform and participation == 1.0
     self.aggregations = {
         'ihgp': aggregation.Aggregation(
@@ -195,7 +195,7 @@ class FedIHGP:
             self.aggregations['ihgp'],
             point_type,
             lambda state, message, there, clients: self.gradient_round(
-                state, there, clients
+                state, there, federated.features(there.outer, clients), clients
             ),
         ),
         'ihgp_product': rounds.build_round(
@@ -203,29 +203,35 @@ class FedIHGP:
             self.aggregations['ihgp'],
             product_type,
             lambda state, message, there, clients: self.product_round(
-                state, there, clients
+                state, there, federated.features(there.outer, clients), clients
             ),
         ),
     }
 
-  def _mean(self, client_fn, state, message, clients) -> rounds.RoundOutput:
-    answers = tff.federated_map(client_fn, (message, clients))
+  def _mean(self, client_fn, state, message, features, clients):
+    answers = tff.federated_map(client_fn, (message, features, clients))
     mean = self.aggregations['ihgp'](state, answers[0], answers[1])
     return rounds.RoundOutput(mean.state, mean.value, {})
 
-  def gradient_round(self, state, point, clients) -> rounds.RoundOutput:
+  def gradient_round(
+      self, state, point, features, clients
+  ) -> rounds.RoundOutput:
     """b (lines 3-6, without the factor N/l)."""
-    return self._mean(self._client_gradient, state, point, clients)
+    return self._mean(self._client_gradient, state, point, features, clients)
 
-  def product_round(self, state, message, clients) -> rounds.RoundOutput:
+  def product_round(
+      self, state, message, features, clients
+  ) -> rounds.RoundOutput:
     """H v (lines 11-16)."""
-    return self._mean(self._client_product, state, message, clients)
+    return self._mean(self._client_product, state, message, features, clients)
 
-  def step_round(self, state, message, clients) -> rounds.RoundOutput:
+  def step_round(
+      self, state, message, features, clients
+  ) -> rounds.RoundOutput:
     """b if `message.index` is 0, else H v."""
-    return self._mean(self._client_step, state, message, clients)
+    return self._mean(self._client_step, state, message, features, clients)
 
-  def __call__(self, state, x, y, smoothness, seed, clients):
+  def __call__(self, state, x, y, smoothness, seed, features, clients):
     """p after at most N rounds; those beyond N' leave it as it is.
 
     Args:
@@ -234,6 +240,7 @@ class FedIHGP:
       y: The inner variable, at the clients already.
       smoothness: l, at the server.
       seed: The call's seed, at the server and at the clients.
+      features: The cohort's features at x.
       clients: The cohort.
 
     Returns:
@@ -241,7 +248,7 @@ class FedIHGP:
     """
     seed, seed_there = seed
     output = self.gradient_round(
-        state['ihgp'], rounds.Point(x, y, seed_there), clients
+        state['ihgp'], rounds.Point(x, y, seed_there), features, clients
     )
     solution = tff.federated_map(
         self.server_start, (output.value, smoothness, seed)
@@ -253,6 +260,7 @@ class FedIHGP:
       output = self.product_round(
           output.state,
           Product(x, y, asked[0], asked[1], seed_there),
+          features,
           clients,
       )
       solution = tff.federated_map(
@@ -266,7 +274,7 @@ class FedIHGP:
 
     @tff.tensorflow.computation(self.solver_type)
     def ask(state):
-      return self.solver.vector(state), _index(state, n)
+      return self.solver.vector(state), product_index(state, n)
 
     return ask
 
@@ -289,169 +297,6 @@ def _checked(state: inverse_hessian.SolverState) -> inverse_hessian.SolverState:
   return state._replace(p=vector_space.check_finite(state.p, _NOT_FINITE))
 
 
-def _index(state: inverse_hessian.SolverState, n) -> tf.Tensor:
+def product_index(state: inverse_hessian.SolverState, n) -> tf.Tensor:
   """n if the solver still wants its product, else -1."""
   return tf.where(state.products_left > 0, n, -1)
-
-
-@attrs.frozen
-class IHGPState:
-  """State of the FedIHGP process.
-
-  Attributes:
-    outer: x.
-    inner: y.
-    step: Rounds done at this point (int32): 0, then 1 once b is there, ...
-    epoch: How many points there were before; N' is drawn anew for each.
-    seed: int64[2].
-    smoothness: l.
-    solver: The solver's state; `solver.p` is the product so far, and
-      `solver.products_left` the rounds still wanted.
-    aggregators: States of the aggregation processes, by name.
-  """
-
-  outer: Structure
-  inner: Structure
-  step: Any
-  epoch: Any
-  seed: Any
-  smoothness: Any
-  solver: Any
-  aggregators: Any
-
-  def at(self, outer: Structure, inner: Structure) -> 'IHGPState':
-    """This state, started anew at another point with another N'."""
-    return attrs.evolve(
-        self,
-        outer=outer,
-        inner=inner,
-        step=np.int32(0),
-        epoch=np.int32(self.epoch + 1),
-    )
-
-
-def build_fed_ihgp(
-    problem: Problem,
-    *,
-    smoothness: float,
-    neumann_terms: int = 5,
-    ihgp: str = 'stochastic',
-    client_weighting: Any = 'uniform',
-    gradient_batch_size: int | None = None,
-    gradient_aggregator: aggregation.Factory | None = None,
-    seed: int = 0,
-) -> rounds.RoundsProcess:
-  """FedIHGP as an iterative process, one communication round per `next`.
-
-  The first `next` at a point takes the gradient, each further one a product, so
-  that a driver can give every round n a cohort S_n of its own. When the solver
-  is done (`state.solver.products_left` is 0), `next` leaves p as it is;
-  `state.at(x, y)` starts anew elsewhere.
-
-    initialize: `( -> IHGPState@SERVER)`
-    next: `(<IHGPState@SERVER, {dataset}@CLIENTS> ->
-            <state=IHGPState@SERVER, metrics=<...>@SERVER>)`
-
-  Args:
-    problem: A bilevel or compositional problem.
-    smoothness: l, at least the largest eigenvalue of the inner Hessian.
-    neumann_terms: N (Algorithm 3, line 1).
-    ihgp: 'stochastic', 'truncated' or 'cg'.
-    client_weighting: See `build_fed_nest`.
-    gradient_batch_size: See `build_fed_nest`.
-    gradient_aggregator: See `build_fed_nest`.
-    seed: Of the initial point and of all draws.
-
-  Returns:
-    A `tff.templates.IterativeProcess` with `rounds`.
-  """
-  if not problem.is_implicit:
-    raise ValueError(
-        f'`problem` is {problem.kind}: only bilevel and compositional problems'
-        ' have an inverse-Hessian-gradient product.'
-    )
-  federated = Federation(problem, client_weighting, gradient_batch_size)
-  stage = FedIHGP(
-      federated,
-      inverse_hessian.build_solver(ihgp, neumann_terms),
-      aggregator=gradient_aggregator,
-  )
-
-  @tff.tensorflow.computation
-  def initial_values():
-    scale = vector_space.scalar(smoothness, problem.scalar_dtype)
-    key = tf.constant([seed, 0], tf.int64)
-    inner = vector_space.tensors(problem.init_inner(seed))
-    return IHGPState(
-        outer=vector_space.tensors(problem.init_outer(seed)),
-        inner=inner,
-        step=tf.constant(0),
-        epoch=tf.constant(0),
-        seed=key,
-        smoothness=scale,
-        solver=stage.solver.start(vector_space.zeros_like(inner), scale, key),
-        aggregators=(),
-    )
-
-  @tff.federated_computation
-  def initialize():
-    values = tff.federated_eval(initial_values, tff.SERVER)
-    return tff.federated_zip(
-        _replace_aggregators(
-            values, aggregation.initial_states(stage.aggregations)
-        )
-    )
-
-  state_type = initialize.type_signature.result.member
-
-  @tff.tensorflow.computation(state_type)
-  def ask(state):
-    index = tf.where(
-        tf.equal(state.step, 0), 0, _index(state.solver, state.step)
-    )
-    return Product(
-        state.outer,
-        state.inner,
-        stage.solver.vector(state.solver),
-        index,
-        sampling.fold_in(state.seed, state.epoch),
-    )
-
-  @tff.tensorflow.computation(state_type, federated.inner_type)
-  def take(state, answer):
-    key = sampling.fold_in(state.seed, state.epoch)
-    solver = tf.cond(
-        tf.equal(state.step, 0),
-        lambda: stage.server_start(answer, state.smoothness, key),
-        lambda: stage.server_advance(state.solver, answer, state.smoothness),
-    )
-    metrics = dict(
-        step=state.step,
-        products_left=solver.products_left,
-        p_norm=vector_space.norm(solver.p),
-    )
-    return attrs.evolve(state, solver=solver, step=state.step + 1), metrics
-
-  @tff.federated_computation(
-      at_server(state_type), at_clients(federated.dataset_type)
-  )
-  def next_fn(state, datasets):
-    message = tff.federated_broadcast(tff.federated_map(ask, state))
-    clients = tff.federated_map(federated.read_client, datasets)
-    output = stage.step_round(state.aggregators.ihgp, message, clients)
-    taken = tff.federated_map(take, (state, output.value))
-    new_state = _replace_aggregators(
-        taken[0], tff.federated_zip(dict(ihgp=output.state))
-    )
-    return tff.learning.templates.LearningProcessOutput(
-        tff.federated_zip(new_state), taken[1]
-    )
-
-  return rounds.RoundsProcess(initialize, next_fn, stage.rounds)
-
-
-def _replace_aggregators(state: tff.Value, aggregators: tff.Value) -> IHGPState:
-  """`state` at the server, field by field, with other aggregator states."""
-  names = [field.name for field in attrs.fields(IHGPState)]
-  values = {name: getattr(state, name) for name in names}
-  return IHGPState(**(values | {'aggregators': aggregators}))

@@ -31,6 +31,7 @@ class FedInn:
   Attributes:
     aggregations: How q and y+ - y are averaged, by name.
     rounds: The two rounds as computations of their own, by name.
+    server: Nothing: the rounds do what there is to do at the server.
   """
 
   def __init__(
@@ -56,23 +57,28 @@ class FedInn:
         rounds.Descent(outer, inner, inner, scalar, seed)
     )
 
-    @tff.tensorflow.computation(point_type, federated.client_type)
-    def client_gradient(point, client):
-      batch = federated.sample(client.inner, client, point.seed, 0)
+    @tff.tensorflow.computation(
+        point_type, federated.features_type, federated.client_type
+    )
+    def client_gradient(point, features, client):
+      sample = federated.sample(features.inner, client, point.seed, 0)
       value, gradient = inner_level.gradient(
-          problem, point.outer, point.inner, batch
+          problem, point.outer, point.inner, sample
       )
       return gradient, collections.OrderedDict(inner_loss=value)
 
-    @tff.tensorflow.computation(descent_type, federated.client_type)
-    def client_update(message, client):
+    @tff.tensorflow.computation(
+        descent_type, federated.features_type, federated.client_type
+    )
+    def client_update(message, features, client):
       y_i = inner_level.svrg_steps(
           problem,
           message.outer,
           message.inner,
           message.direction,
-          client.inner,
+          features.inner,
           work,
+          work.num_steps(client.inner),
           message.learning_rate,
           client_lib.seed_of(client, message.seed, 1),
       )
@@ -96,6 +102,7 @@ class FedInn:
     self._apply_change = rounds.build_apply_change(
         federated, inner, 'FedInn: y+ (Algorithm 4, line 13)', _ADVICE
     )
+    self.server = {}
     uniform = federated.uniform
     self.aggregations = {
         'inner_gradient': aggregation.Aggregation(
@@ -111,7 +118,7 @@ class FedInn:
             self.aggregations['inner_gradient'],
             point_type,
             lambda state, message, there, clients: self._gradient_round(
-                state, there, clients
+                state, there, federated.features(there.outer, clients), clients
             ),
         ),
         'inner_update': rounds.build_round(
@@ -119,14 +126,22 @@ class FedInn:
             self.aggregations['inner_update'],
             descent_type,
             lambda state, message, there, clients: self._update_round(
-                state, message.inner, there, clients
+                state,
+                message.inner,
+                there,
+                federated.features(there.outer, clients),
+                clients,
             ),
         ),
     }
 
-  def _gradient_round(self, state, point, clients) -> rounds.RoundOutput:
+  def _gradient_round(
+      self, state, point, features, clients
+  ) -> rounds.RoundOutput:
     """q (lines 3-6)."""
-    gradients = tff.federated_map(self._client_gradient, (point, clients))
+    gradients = tff.federated_map(
+        self._client_gradient, (point, features, clients)
+    )
     mean = self.aggregations['inner_gradient'](
         state, gradients[0], clients.weight, gradients[1]
     )
@@ -136,9 +151,13 @@ class FedInn:
     )
     return rounds.RoundOutput(mean.state, checked[0], metrics)
 
-  def _update_round(self, state, y, message, clients) -> rounds.RoundOutput:
+  def _update_round(
+      self, state, y, message, features, clients
+  ) -> rounds.RoundOutput:
     """y+ from y at the server (lines 7-13)."""
-    changes = tff.federated_map(self._client_update, (message, clients))
+    changes = tff.federated_map(
+        self._client_update, (message, features, clients)
+    )
     mean = self.aggregations['inner_update'](
         state, changes[0], clients.weight, changes[1]
     )
@@ -149,7 +168,7 @@ class FedInn:
     metrics = rounds.with_measurements(metrics, 'inner', mean)
     return rounds.RoundOutput(mean.state, applied[0], metrics)
 
-  def __call__(self, state, x, y, learning_rate, seed, clients):
+  def __call__(self, state, x, y, learning_rate, seed, features, clients):
     """One call of FedInn.
 
     Args:
@@ -158,6 +177,7 @@ class FedInn:
       y: The inner variable, at the server.
       learning_rate: beta, at the server.
       seed: The call's seed, at the server.
+      features: The cohort's features at x.
       clients: The cohort.
 
     Returns:
@@ -165,7 +185,10 @@ class FedInn:
     """
     sent = tff.federated_broadcast(tff.federated_zip((y, seed)))
     gradient = self._gradient_round(
-        state['inner_gradient'], rounds.Point(x, sent[0], sent[1]), clients
+        state['inner_gradient'],
+        rounds.Point(x, sent[0], sent[1]),
+        features,
+        clients,
     )
     q = tff.federated_broadcast(
         tff.federated_zip((gradient.value, learning_rate))
@@ -174,6 +197,7 @@ class FedInn:
         state['inner_update'],
         y,
         rounds.Descent(x, sent[0], q[0], q[1], sent[1]),
+        features,
         clients,
     )
     return rounds.RoundOutput(

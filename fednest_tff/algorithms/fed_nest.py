@@ -16,7 +16,6 @@ problem does without FedIHGP's N rounds, and a compositional one has N = 1.
 
 from typing import Any, NamedTuple
 
-import attrs
 import tensorflow_federated as tff
 
 from fednest_tff.algorithms import aggregation, epoch, fed_ihgp
@@ -60,17 +59,23 @@ class FedNestProcess(tff.learning.templates.LearningProcess):
 
   Attributes:
     rounds: The epoch's rounds as computations of their own, by name.
+    server: What the server does between the rounds, by name.
     solver: FedIHGP's solver; `None` if the method does without FedIHGP.
   """
 
   def __init__(self, epoch_: epoch.Epoch, solver, get_weights, set_weights):
     super().__init__(epoch_.initialize, epoch_.next, get_weights, set_weights)
     self._rounds = epoch_.rounds
+    self._server = epoch_.server
     self._solver = solver
 
   @property
   def rounds(self) -> dict[str, tff.Computation]:
     return dict(self._rounds)
+
+  @property
+  def server(self) -> dict[str, tff.Computation]:
+    return dict(self._server)
 
   @property
   def solver(self) -> inverse_hessian.Solver | None:
@@ -246,7 +251,7 @@ def build_fed_nest(
 
   @tff.tensorflow.computation(state_type, weights_type)
   def set_weights(state, weights):
-    return attrs.evolve(state, outer=weights.outer, inner=weights.inner)
+    return state._replace(outer=weights.outer, inner=weights.inner)
 
   return FedNestProcess(
       built, solver if method in _FED_OUT else None, get_weights, set_weights

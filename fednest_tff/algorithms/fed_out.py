@@ -48,6 +48,8 @@ class FedOut:
     aggregations: How FedIHGP's vectors, h and x+ - x are averaged, by name.
     server_step: The server's step on x.
     rounds: All rounds as computations of their own, by name.
+    server: The server's step and, if the problem is implicit, the solver's, by
+      name.
   """
 
   def __init__(
@@ -125,6 +127,7 @@ class FedOut:
     self._check_hypergradient = check_hypergradient
     self._fed_ihgp = None
     self.server_step = server_step.ServerStep(federated, optimizer)
+    self.server = dict(outer_step=self.server_step.step)
     uniform = federated.uniform
     self.aggregations = {
         'hypergradient': aggregation.Aggregation(
@@ -158,6 +161,7 @@ class FedOut:
       )
       self.aggregations |= self._fed_ihgp.aggregations
       self.rounds |= self._fed_ihgp.rounds
+      self.server |= self._fed_ihgp.server
 
   def _hypergradient_round(self, state, point, clients) -> rounds.RoundOutput:
     """h (lines 4-8)."""
@@ -181,7 +185,16 @@ class FedOut:
     return rounds.RoundOutput(mean.state, mean.value, metrics)
 
   def __call__(
-      self, state, optimizer, x, y, learning_rate, smoothness, seed, clients
+      self,
+      state,
+      optimizer,
+      x,
+      y,
+      learning_rate,
+      smoothness,
+      seed,
+      features,
+      clients,
   ):
     """One call of FedOut.
 
@@ -193,6 +206,7 @@ class FedOut:
       learning_rate: alpha, at the server.
       smoothness: l, at the server.
       seed: The call's seed, at the server.
+      features: The cohort's features at x.
       clients: The cohort.
 
     Returns:
@@ -204,7 +218,13 @@ class FedOut:
     new_state, p_there = {}, ()
     if self._fed_ihgp is not None:
       solved = self._fed_ihgp(
-          state, x_there, y_there, smoothness, (seed, seed_there), clients
+          state,
+          x_there,
+          y_there,
+          smoothness,
+          (seed, seed_there),
+          features,
+          clients,
       )
       new_state |= solved.state
       p_there = tff.federated_broadcast(solved.value)
@@ -286,8 +306,8 @@ def build_fed_out(
   Returns:
     A `tff.templates.IterativeProcess` with `rounds`.
   """
-  solver = fed_ihgp.solver_for(problem, ihgp, neumann_terms)
   federated = Federation(problem, client_weighting, gradient_batch_size)
+  solver = fed_ihgp.solver_for(problem, ihgp, neumann_terms)
   fed_out = FedOut(
       federated,
       descent.build_work(

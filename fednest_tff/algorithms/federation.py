@@ -2,9 +2,8 @@
 
 import collections
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import attrs
 import tensorflow as tf
 import tensorflow_federated as tff
 
@@ -18,8 +17,7 @@ Schedule = Callable[[tf.Tensor], tf.Tensor]
 Weighting = Callable[[Structure], tf.Tensor]
 
 
-@attrs.frozen
-class NestedState:
+class NestedState(NamedTuple):
   """State of a nested process, on the server.
 
   Attributes:
@@ -56,6 +54,13 @@ def to_schedule(
   if not value > 0 or value == float('inf'):
     raise ValueError(f'`{name}` must be positive and finite; got {value}.')
   return lambda epoch: tf.constant(value, dtype)
+
+
+def check_smoothness(value: Any) -> None:
+  """Refuses an l that is no positive number."""
+  if callable(value) or value is None:
+    raise ValueError(f'`smoothness` must be a positive number; got {value!r}.')
+  to_schedule('smoothness', value, tf.float64)
 
 
 def is_uniform(client_weighting: Any) -> bool:
@@ -101,6 +106,7 @@ class Federation:
     seed_type: int64[2].
     dataset_type: A sequence of single examples.
     client_type: Type of a `Client`.
+    features_type: Type of a client's `Features`.
     read_client: `(dataset -> client)`.
     uniform: Whether all clients have the same weight.
     gradient_batch_size: Size of the samples xi_i, zeta_i and zeta_{i,n} outside
@@ -118,9 +124,13 @@ class Federation:
           '`problem` must come from bilevel, minimax, compositional or'
           f' single_level; got {problem!r}.'
       )
-    if gradient_batch_size is not None and gradient_batch_size < 1:
+    if gradient_batch_size is not None and (
+        isinstance(gradient_batch_size, bool)
+        or not isinstance(gradient_batch_size, int)
+        or gradient_batch_size < 1
+    ):
       raise ValueError(
-          '`gradient_batch_size` must be positive; got'
+          '`gradient_batch_size` must be a positive integer; got'
           f' {gradient_batch_size!r}.'
       )
     self.problem = problem
@@ -140,6 +150,24 @@ class Federation:
 
     self.read_client = read_client
     self.client_type = read_client.type_signature.result
+
+    @tff.tensorflow.computation(self.outer_type, self.client_type)
+    def represent(x, client):
+      return client_lib.Features(
+          problem.representation(x, client.inner),
+          problem.representation(x, client.outer),
+      )
+
+    self._represent = represent
+    self.features_type = represent.type_signature.result
+
+  def features(self, x: tff.Value, clients: tff.Value) -> tff.Value:
+    """The clients' features at x, both at the clients."""
+    if self.problem.has_representation:
+      return tff.federated_map(self._represent, (x, clients))
+    return tff.federated_zip(
+        client_lib.Features(clients.inner, clients.outer)
+    )
 
   def sample(
       self, examples: Structure, client: client_lib.Client, seed, purpose

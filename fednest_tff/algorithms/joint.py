@@ -17,7 +17,6 @@ from fednest_tff.algorithms.federation import Federation
 from fednest_tff.local import client as client_lib
 from fednest_tff.local import (
     descent,
-    inner_level,
     inverse_hessian,
     joint_levels,
     outer_level,
@@ -43,6 +42,7 @@ class Joint:
     aggregations: How (x+ - x, y+ - y) is averaged, by name.
     server_step: The server's step on x.
     rounds: The round as a computation of its own, by name.
+    server: The server's steps on x and y, by name.
   """
 
   def __init__(
@@ -104,7 +104,8 @@ class Joint:
           inner_squared_change=y_squared,
       )
       if problem.has_inner:
-        metrics['inner_loss'] = inner_level.loss(problem, x, y, client.inner)
+        features = problem.representation(x, client.inner)
+        metrics['inner_loss'] = problem.inner_loss(x, y, features)
       return (x_change, y_change), metrics
 
     self._has_inner = problem.has_inner
@@ -113,6 +114,9 @@ class Joint:
         federated, inner, 'y+', 'Try a smaller inner_learning_rate'
     )
     self.server_step = server_step.ServerStep(federated, optimizer)
+    self.server = dict(
+        outer_step=self.server_step.step, inner_step=self._apply_change
+    )
     self.aggregations = {
         'joint_update': aggregation.Aggregation(
             'outer_aggregator',
@@ -143,7 +147,16 @@ class Joint:
     return rounds.RoundOutput(mean.state, mean.value, metrics)
 
   def __call__(
-      self, state, optimizer, x, y, learning_rates, smoothness, seed, clients
+      self,
+      state,
+      optimizer,
+      x,
+      y,
+      learning_rates,
+      smoothness,
+      seed,
+      features,
+      clients,
   ):
     """One call.
 
@@ -155,11 +168,13 @@ class Joint:
       learning_rates: (beta, alpha), at the server.
       smoothness: l, at the server.
       seed: The call's seed, at the server.
+      features: Not used: x moves, and with it the features.
       clients: The cohort.
 
     Returns:
       The optimizer's new state, and a `RoundOutput` whose value is (x+, y+).
     """
+    del features
     x, x_there = x
     sent = tff.federated_broadcast(
         tff.federated_zip((y, *learning_rates, smoothness, seed))

@@ -41,21 +41,24 @@ class LFedInn:
         )
     )
 
-    @tff.tensorflow.computation(message_type, federated.client_type)
-    def client_update(message, client):
+    @tff.tensorflow.computation(
+        message_type, federated.features_type, federated.client_type
+    )
+    def client_update(message, features, client):
       x, y = message.outer, message.inner
       y_i = inner_level.sgd_steps(
           problem,
           x,
           y,
-          client.inner,
+          features.inner,
           work,
+          work.num_steps(client.inner),
           message.learning_rate,
           client_lib.seed_of(client, message.seed, 1),
       )
       update, squared = rounds.change(y_i, y, problem.scalar_dtype)
       return update, collections.OrderedDict(
-          inner_loss=inner_level.loss(problem, x, y, client.inner),
+          inner_loss=problem.inner_loss(x, y, features.inner),
           squared_change=squared,
       )
 
@@ -63,6 +66,7 @@ class LFedInn:
     self._apply_change = rounds.build_apply_change(
         federated, inner, 'LFedInn: y+', 'Try a smaller inner_learning_rate'
     )
+    self.server = {}
     self.aggregations = {
         'inner_update': aggregation.Aggregation(
             'inner_aggregator', aggregator, inner, scalar, federated.uniform
@@ -74,14 +78,22 @@ class LFedInn:
             self.aggregations['inner_update'],
             message_type,
             lambda state, message, there, clients: self._update_round(
-                state, message.inner, there, clients
+                state,
+                message.inner,
+                there,
+                federated.features(there.outer, clients),
+                clients,
             ),
         )
     }
 
-  def _update_round(self, state, y, message, clients) -> rounds.RoundOutput:
+  def _update_round(
+      self, state, y, message, features, clients
+  ) -> rounds.RoundOutput:
     """y+ from y at the server."""
-    changes = tff.federated_map(self._client_update, (message, clients))
+    changes = tff.federated_map(
+        self._client_update, (message, features, clients)
+    )
     mean = self.aggregations['inner_update'](
         state, changes[0], clients.weight, changes[1]
     )
@@ -96,13 +108,14 @@ class LFedInn:
     metrics = rounds.with_measurements(metrics, 'inner', mean)
     return rounds.RoundOutput(mean.state, applied[0], metrics)
 
-  def __call__(self, state, x, y, learning_rate, seed, clients):
+  def __call__(self, state, x, y, learning_rate, seed, features, clients):
     """One call of LFedInn; arguments and result as in `FedInn`."""
     sent = tff.federated_broadcast(tff.federated_zip((y, learning_rate, seed)))
     output = self._update_round(
         state['inner_update'],
         y,
         rounds.Descent(x, sent[0], (), sent[1], sent[2]),
+        features,
         clients,
     )
     return output._replace(state=dict(inner_update=output.state))

@@ -88,6 +88,7 @@ class LFedOut:
 
     self._client_update = client_update
     self.server_step = server_step.ServerStep(federated, optimizer)
+    self.server = dict(outer_step=self.server_step.step)
     self.aggregations = {
         'outer_update': aggregation.Aggregation(
             'outer_aggregator', aggregator, outer, scalar, federated.uniform
@@ -114,9 +115,19 @@ class LFedOut:
     return rounds.RoundOutput(mean.state, mean.value, metrics)
 
   def __call__(
-      self, state, optimizer, x, y, learning_rate, smoothness, seed, clients
+      self,
+      state,
+      optimizer,
+      x,
+      y,
+      learning_rate,
+      smoothness,
+      seed,
+      features,
+      clients,
   ):
     """One call of LFedOut; arguments and result as in `FedOut`."""
+    del features  # x moves, and with it the features.
     x, x_there = x
     sent = tff.federated_broadcast(
         tff.federated_zip((y, learning_rate, smoothness, seed))
@@ -159,8 +170,8 @@ def build_lfed_out(
 
   Its only round is 'outer_update'.
   """
-  solver = fed_ihgp.solver_for(problem, ihgp, neumann_terms)
   federated = Federation(problem, client_weighting)
+  solver = fed_ihgp.solver_for(problem, ihgp, neumann_terms)
   lfed_out = LFedOut(
       federated,
       descent.build_work(

@@ -8,9 +8,8 @@ normalises H v. The estimate grows towards the eigenvalue from below, so users
 add a margin.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import attrs
 import tensorflow as tf
 import tensorflow_federated as tff
 
@@ -25,8 +24,7 @@ from fednest_tff.problems import Problem
 from fednest_tff.vector_space import Structure
 
 
-@attrs.frozen
-class PowerState:
+class PowerState(NamedTuple):
   """State of the power iteration.
 
   Attributes:
@@ -75,7 +73,7 @@ def build_power_iteration(
             <state=PowerState@SERVER, metrics=<smoothness, residual>@SERVER>)`
 
   `residual` is ||H v - smoothness v||: some eigenvalue of H lies that close to
-  the estimate. To estimate elsewhere, `attrs.evolve` the state's `outer` and
+  the estimate. To estimate elsewhere, `_replace` the state's `outer` and
   `inner`; the vector is a good start there, too.
 
   Args:
@@ -87,9 +85,9 @@ def build_power_iteration(
   Returns:
     A `tff.templates.IterativeProcess` with `rounds`.
   """
+  federated = Federation(problem, client_weighting, gradient_batch_size)
   if not problem.has_inner:
     raise ValueError('`problem` is single-level: it has no inner Hessian.')
-  federated = Federation(problem, client_weighting, gradient_batch_size)
   stage = fed_ihgp.FedIHGP(
       federated, inverse_hessian.build_solver('truncated', 1)
   )
@@ -137,8 +135,8 @@ def build_power_iteration(
     metrics = dict(
         smoothness=smoothness, residual=vector_space.norm(residual)
     )
-    new_state = attrs.evolve(
-        state, vector=vector, smoothness=smoothness, step=state.step + 1
+    new_state = state._replace(
+        vector=vector, smoothness=smoothness, step=state.step + 1
     )
     return new_state, metrics
 
@@ -146,8 +144,9 @@ def build_power_iteration(
   def next_fn(state, datasets):
     message = tff.federated_broadcast(tff.federated_map(ask, state))
     clients = tff.federated_map(federated.read_client, datasets)
+    features = federated.features(message.outer, clients)
     output = stage.product_round(
-        state.aggregators.ihgp, message, clients
+        state.aggregators.ihgp, message, features, clients
     )
     taken = tff.federated_map(take, (state, output.value))
     return tff.learning.templates.LearningProcessOutput(taken[0], taken[1])

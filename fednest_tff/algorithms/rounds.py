@@ -161,8 +161,9 @@ class RoundsProcess(tff.templates.IterativeProcess):
   """An iterative process whose communication rounds can be run one by one.
 
   `next` does everything in one computation. `rounds` has the same rounds as
-  computations of their own, by name; `build_round` has their type. `solver` is
-  FedIHGP's, if `next` runs FedIHGP.
+  computations of their own, by name; `build_round` has their type. `server` has
+  what the server does between them, likewise by name. `solver` is FedIHGP's, if
+  `next` runs FedIHGP.
   """
 
   def __init__(
@@ -170,15 +171,21 @@ class RoundsProcess(tff.templates.IterativeProcess):
       initialize_fn: tff.Computation,
       next_fn: tff.Computation,
       rounds: dict[str, tff.Computation],
+      server: dict[str, tff.Computation] | None = None,
       solver: inverse_hessian.Solver | None = None,
   ):
     super().__init__(initialize_fn, next_fn)
     self._rounds = rounds
+    self._server = server or {}
     self._solver = solver
 
   @property
   def rounds(self) -> dict[str, tff.Computation]:
     return dict(self._rounds)
+
+  @property
+  def server(self) -> dict[str, tff.Computation]:
+    return dict(self._server)
 
   @property
   def solver(self) -> inverse_hessian.Solver | None:

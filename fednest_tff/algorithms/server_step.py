@@ -18,6 +18,8 @@ class ServerStep:
 
   Attributes:
     initialize: `( -> optimizer state@SERVER)`.
+    step: `(<optimizer state, x, mean change, mean squared change> -> <optimizer
+      state, x+, drift, norm of the update>)`, unplaced.
   """
 
   def __init__(
@@ -70,7 +72,7 @@ class ServerStep:
           vector_space.norm(vector_space.subtract(x_next, x)),
       )
 
-    self._step = step
+    self.step = step
     self.initialize = tff.federated_computation(
         lambda: tff.federated_eval(initial_state, tff.SERVER)
     )
@@ -78,7 +80,7 @@ class ServerStep:
   def __call__(self, state, x, mean_change, mean_squared_change):
     """(optimizer state, x+, metrics), inside a federated computation."""
     stepped = tff.federated_map(
-        self._step, (state, x, mean_change, mean_squared_change)
+        self.step, (state, x, mean_change, mean_squared_change)
     )
     metrics = dict(outer_drift=stepped[2], outer_update_norm=stepped[3])
     return stepped[0], stepped[1], metrics

@@ -31,6 +31,18 @@ class Client(NamedTuple):
   num_examples: tf.Tensor
 
 
+class Features(NamedTuple):
+  """What the losses see of a client's examples while x is fixed.
+
+  Attributes:
+    inner: `Problem.representation` of its inner examples.
+    outer: That of its outer examples.
+  """
+
+  inner: Structure
+  outer: Structure
+
+
 def _pad_if_empty(examples: Structure) -> tuple[Structure, tf.Tensor]:
   """`examples`, or one example of zeros; and whether there were any.
 

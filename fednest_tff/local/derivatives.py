@@ -19,7 +19,7 @@ def _gradient(
 ) -> tuple[tf.Tensor, Structure]:
   with tf.GradientTape(watch_accessed_variables=False) as tape:
     tape.watch(tf.nest.flatten(at))
-    value = function(at)
+    value = tf.convert_to_tensor(function(at))
   gradient = tape.gradient(
       value, at, unconnected_gradients=tf.UnconnectedGradients.ZERO
   )
@@ -81,9 +81,10 @@ def mixed_product(
 
 
 def _tangent(accumulator, a: Structure) -> Structure:
-  return tf.nest.map_structure(
+  tangent = tf.nest.map_structure(
       lambda t: accumulator.jvp(
           t, unconnected_gradients=tf.UnconnectedGradients.ZERO
       ),
       a,
   )
+  return vector_space.tensors(tangent)

@@ -1,7 +1,7 @@
 """What a client computes for the inner problem, min_y mean_i g_i(x, y).
 
-While x is fixed, a client's features (`Problem.representation`) are too: each
-function evaluates them once and differentiates with respect to y alone.
+While x is fixed, so are a client's features (`Problem.representation`): they
+are evaluated once, and everything here differentiates with respect to y alone.
 """
 
 import tensorflow as tf
@@ -12,20 +12,12 @@ from fednest_tff.vector_space import Structure
 
 
 def gradient(
-    problem: Problem, x: Structure, y: Structure, batch: Structure
+    problem: Problem, x: Structure, y: Structure, features: Structure
 ) -> tuple[tf.Tensor, Structure]:
-  """g_i(x, y; batch) and G_i = grad_y g_i(x, y; batch)."""
-  features = problem.representation(x, batch)
+  """g_i(x, y; features) and G_i = grad_y g_i(x, y; features)."""
   return derivatives.value_and_gradient(
       lambda at: problem.inner_loss(x, at, features), y
   )
-
-
-def loss(
-    problem: Problem, x: Structure, y: Structure, batch: Structure
-) -> tf.Tensor:
-  """g_i(x, y; batch)."""
-  return problem.inner_loss(x, y, problem.representation(x, batch))
 
 
 def hessian_product(
@@ -33,19 +25,16 @@ def hessian_product(
     x: Structure,
     y: Structure,
     vector: Structure,
-    batch: Structure,
+    features: Structure,
 ) -> Structure:
-  """grad^2_y g_i(x, y; batch) times `vector`."""
-  features = problem.representation(x, batch)
+  """grad^2_y g_i(x, y; features) times `vector`."""
   return derivatives.hessian_vector_product(
       lambda at: problem.inner_loss(x, at, features), y, vector
   )
 
 
-def _gradient_in_features(problem: Problem, x: Structure) -> descent.Gradient:
-  return lambda y, features: derivatives.gradient(
-      lambda at: problem.inner_loss(x, at, features), y
-  )
+def _gradient_at(problem: Problem, x: Structure) -> descent.Gradient:
+  return lambda y, features: gradient(problem, x, y, features)[1]
 
 
 def svrg_steps(
@@ -53,8 +42,9 @@ def svrg_steps(
     x: Structure,
     y: Structure,
     q: Structure,
-    examples: Structure,
+    features: Structure,
     work: descent.LocalWork,
+    tau: tf.Tensor,
     learning_rate: tf.Tensor,
     seed: tf.Tensor,
 ) -> Structure:
@@ -65,8 +55,9 @@ def svrg_steps(
     x: The outer variable, fixed.
     y: The global inner variable.
     q: The mean over clients of G_i(y).
-    examples: The client's inner examples.
-    work: tau_i and the minibatches.
+    features: Those of the client's inner examples.
+    work: The minibatches.
+    tau: tau_i.
     learning_rate: beta.
     seed: int64 tensor of shape [2].
 
@@ -74,14 +65,7 @@ def svrg_steps(
     The client's inner variable after tau_i steps.
   """
   return descent.svrg(
-      _gradient_in_features(problem, x),
-      y,
-      q,
-      problem.representation(x, examples),
-      work,
-      work.num_steps(examples),
-      learning_rate,
-      seed,
+      _gradient_at(problem, x), y, q, features, work, tau, learning_rate, seed
   )
 
 
@@ -89,18 +73,13 @@ def sgd_steps(
     problem: Problem,
     x: Structure,
     y: Structure,
-    examples: Structure,
+    features: Structure,
     work: descent.LocalWork,
+    tau: tf.Tensor,
     learning_rate: tf.Tensor,
     seed: tf.Tensor,
 ) -> Structure:
   """Lines 3-6 of LFedInn: local SGD on g_i; arguments as in `svrg_steps`."""
   return descent.sgd(
-      _gradient_in_features(problem, x),
-      y,
-      problem.representation(x, examples),
-      work,
-      work.num_steps(examples),
-      learning_rate,
-      seed,
+      _gradient_at(problem, x), y, features, work, tau, learning_rate, seed
   )

@@ -123,6 +123,8 @@ def _conjugate_gradient(num_terms: int) -> Solver:
     # Where the direction has no positive curvature, or nothing is left to do,
     # the step is 0 and p stays.
     step = tf.where(curvature > 0, tf.math.divide_no_nan(old, curvature), 0)
+    # A product that is not finite must not pass for a step of 0.
+    step = tf.where(tf.math.is_finite(curvature), step, float('nan'))
     residual = vector_space.add_scaled(state.residual, -step, product)
     ratio = tf.math.divide_no_nan(vector_space.squared_norm(residual), old)
     return ConjugateGradient(
@@ -166,7 +168,7 @@ def build_solver(ihgp: str, neumann_terms: int) -> Solver:
     raise ValueError(
         f'`ihgp` must be one of {sorted(_SOLVERS)}; got {ihgp!r}.'
     )
-  if not isinstance(neumann_terms, int) or neumann_terms < 1:
+  if type(neumann_terms) is not int or neumann_terms < 1:
     raise ValueError(
         f'`neumann_terms` must be a positive integer; got {neumann_terms!r}.'
     )

@@ -49,13 +49,15 @@ def alternating_steps(
     (x_i, y_i).
   """
   if problem.has_inner:
+    features = problem.representation(x, client.inner)
     for t in range(inner_rounds):
       y = inner_level.sgd_steps(
           problem,
           x,
           y,
-          client.inner,
+          features,
           inner_work,
+          inner_work.num_steps(client.inner),
           inner_learning_rate,
           sampling.fold_in(seed, t),
       )
@@ -116,7 +118,8 @@ def simultaneous_steps(
     h = hypergradient(x, y, nu)
     if not problem.has_inner:
       return vector_space.scale(outer_learning_rate, h), y
-    _, g = inner_level.gradient(problem, x, y, batches[nu])
+    features = problem.representation(x, batches[nu])
+    _, g = inner_level.gradient(problem, x, y, features)
     return (
         vector_space.scale(outer_learning_rate, h),
         vector_space.scale(inner_learning_rate, g),

@@ -37,10 +37,9 @@ def direct_gradient(
 
 
 def gradient_in_inner(
-    problem: Problem, x: Structure, y: Structure, batch: Structure
+    problem: Problem, x: Structure, y: Structure, features: Structure
 ) -> Structure:
-  """grad_y f_i(x, y; batch): the right-hand side of H p = grad_y f."""
-  features = problem.representation(x, batch)
+  """grad_y f_i(x, y; features): the right-hand side of H p = grad_y f."""
   return derivatives.gradient(
       lambda at: problem.outer_loss(x, at, features), y
   )
@@ -71,9 +70,11 @@ def hypergradient(
   value, direct = direct_gradient(problem, x, y, outer_batch)
   if not problem.is_implicit:
     return value, direct
-  indirect = derivatives.mixed_product(
-      lambda x, y: inner_level.loss(problem, x, y, inner_batch), x, y, p
-  )
+
+  def inner_loss(x, y):
+    return problem.inner_loss(x, y, problem.representation(x, inner_batch))
+
+  indirect = derivatives.mixed_product(inner_loss, x, y, p)
   return value, vector_space.subtract(direct, indirect)
 
 
@@ -168,13 +169,15 @@ class LocalHypergradient:
     first = nu * solver.num_terms
 
     def product(vector, n):
-      batch = self._inner_batches[first + n]
-      return inner_level.hessian_product(problem, x, y, vector, batch)
+      features = problem.representation(x, self._inner_batches[first + n])
+      return inner_level.hessian_product(problem, x, y, vector, features)
 
     p = inverse_hessian.solve(
         solver,
         product,
-        gradient_in_inner(problem, x, y, outer_batch),
+        gradient_in_inner(
+            problem, x, y, problem.representation(x, outer_batch)
+        ),
         self._smoothness,
         sampling.fold_in(sampling.fold_in(self._seed, 2), nu),
     )

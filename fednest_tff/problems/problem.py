@@ -69,6 +69,11 @@ class Problem:
     return self.kind in ('bilevel', 'compositional')
 
   @property
+  def has_representation(self) -> bool:
+    """Whether the losses take anything else than the batch itself."""
+    return self.representation is not _identity
+
+  @property
   def scalar_dtype(self) -> tf.DType:
     """The type of step sizes, weights and losses."""
     return vector_space.scalar_dtype((self.outer_spec, self.inner_spec))

@@ -26,6 +26,16 @@ def _describe(spec: Structure) -> str:
   )
 
 
+def _tensors(name: str, value: Any) -> Structure:
+  """What the argument `name` returned, as tensors."""
+  try:
+    return vector_space.tensors(value)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+        f'`{name}` must return tensors; got {value!r}.'
+    ) from error
+
+
 def check_element_spec(element_spec: Structure) -> Structure:
   """`element_spec` itself, if it describes one example."""
   leaves = tf.nest.flatten(element_spec)
@@ -46,7 +56,7 @@ def check_element_spec(element_spec: Structure) -> Structure:
 
 def check_variable(name: str, init: Callable[[int], Structure]) -> Structure:
   """The specs of the variable that `init` makes."""
-  value = vector_space.tensors(init(0))
+  value = _tensors(name, init(0))
   leaves = tf.nest.flatten(value)
   if not leaves:
     raise ValueError(f'`{name}` returned an empty structure.')
@@ -58,7 +68,7 @@ def check_variable(name: str, init: Callable[[int], Structure]) -> Structure:
     if not np.all(np.isfinite(leaf.numpy())):
       raise ValueError(f'`{name}` returned a value that is not finite.')
   spec = vector_space.specs(value)
-  other = vector_space.specs(init(1))
+  other = vector_space.specs(_tensors(name, init(1)))
   if not _same_structure(spec, other) or (
       tf.nest.flatten(spec) != tf.nest.flatten(other)
   ):
@@ -88,7 +98,12 @@ def check_loss(
     name: str, loss: Callable[..., tf.Tensor], *arguments: Structure
 ) -> None:
   """Refuses a loss that is no finite float scalar at the initial point."""
-  value = tf.convert_to_tensor(loss(*arguments))
+  value = _tensors(name, loss(*arguments))
+  if not tf.is_tensor(value):
+    raise ValueError(
+        f'`{name}` must return a float scalar, the mean over the batch; got'
+        f' {_describe(vector_space.specs(value))}.'
+    )
   if value.shape.rank != 0 or not value.dtype.is_floating:
     raise ValueError(
         f'`{name}` must return a float scalar, the mean over the batch; got'
@@ -109,9 +124,10 @@ def check_inner_map(
 ) -> None:
   """Refuses an r whose value does not live where y does."""
   inner_spec = check_variable('init_inner', init_inner)
+  check_variable('init_outer', init_outer)
   x = vector_space.tensors(init_outer(0))
   batch = probe_batch(check_element_spec(element_spec))
-  value = vector_space.tensors(inner_map(x, batch))
+  value = _tensors('inner_map', inner_map(x, batch))
   spec = vector_space.specs(value)
   if not _same_structure(spec, inner_spec) or (
       tf.nest.flatten(spec) != tf.nest.flatten(inner_spec)
@@ -134,16 +150,21 @@ def check_split(split: Callable[[Structure], Any], batch: Structure) -> None:
         f' {type(parts).__name__}.'
     )
   for part in parts:
-    if not _same_structure(part, batch) or any(
-        a.dtype != b.dtype or a.shape[1:] != b.shape[1:]
-        for a, b in zip(
-            tf.nest.flatten(part), tf.nest.flatten(batch), strict=True
+    part = _tensors('split', part)
+    leaves = tf.nest.flatten(part)
+    if (
+        not _same_structure(part, batch)
+        or any(leaf.shape.rank == 0 for leaf in leaves)
+        or len({leaf.shape[0] for leaf in leaves}) > 1
+        or any(
+            a.dtype != b.dtype or a.shape[1:] != b.shape[1:]
+            for a, b in zip(leaves, tf.nest.flatten(batch), strict=True)
         )
     ):
       raise ValueError(
           '`split` must return examples of the structure it was given,'
-          f' {_describe(vector_space.specs(batch))}; got'
-          f' {_describe(vector_space.specs(part))}.'
+          f' {_describe(vector_space.specs(batch))}, with one leading axis;'
+          f' got {_describe(vector_space.specs(part))}.'
       )
 
 
@@ -153,7 +174,7 @@ def check_representation(
     batch: Structure,
 ) -> Structure:
   """The features of `batch`, if they keep its leading axis."""
-  features = vector_space.tensors(representation(x, batch))
+  features = _tensors('representation', representation(x, batch))
   for leaf in tf.nest.flatten(features):
     if leaf.shape.rank == 0 or leaf.shape[0] != _PROBE_SIZE:
       raise ValueError(

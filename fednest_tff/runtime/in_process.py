@@ -1,0 +1,364 @@
+"""TFF computations compiled to one TensorFlow function, run in this process.
+
+TFF's own runtime sends a computation to a C++ worker, which cannot use a GPU,
+and moves every value there and back. Here the whole computation, all clients
+and all rounds of it, becomes one `tf.function` of the installed TensorFlow: no
+worker, no port, nothing serialised, clients side by side, on any device.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+import hashlib
+import re
+import sys
+import threading
+import time
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from fednest_tff.runtime import devices as devices_lib
+from fednest_tff.runtime import graphs, values
+from fednest_tff.runtime.cohort import Everywhere, Mapped, Unrolled, shared
+from fednest_tff.runtime.lowering import Lowering
+
+# Up to this many clients are written out one by one; measured, see README.
+DEFAULT_UNROLL = 32
+_MAX_FUNCTIONS = 64
+
+
+class _Compiled(NamedTuple):
+  """A computation in call-dominant form."""
+
+  block: tff.framework.ComputationBuildingBlock
+  type_signature: tff.FunctionType
+  key: bytes
+
+
+def _desugar(computation: tff.Computation):
+  """Call-dominant form, with the intrinsics that have no handler replaced."""
+  block = computation.to_building_block()
+  if not isinstance(block.type_signature, tff.FunctionType):
+    raise ValueError(f'Expected a function; got {block.type_signature}.')
+  return tff.framework.to_call_dominant(block)
+
+
+def _fingerprint(block: tff.framework.ComputationBuildingBlock) -> bytes:
+  """A hash that equal computations share, whenever they were traced."""
+  digest = hashlib.sha256()
+
+  def visit(inner):
+    if isinstance(inner, tff.framework.CompiledComputation):
+      digest.update(graphs.fingerprint(inner))
+    elif isinstance(inner, tff.framework.Literal):
+      digest.update(repr(inner.value).encode())
+    return inner, False
+
+  tff.framework.transform_postorder(block, visit)
+  digest.update(_shape_of(block).encode())
+  return digest.digest()
+
+
+def _shape_of(block: tff.framework.ComputationBuildingBlock) -> str:
+  """The block's text with its graphs' own names taken out."""
+
+  def anonymous(inner):
+    if isinstance(inner, tff.framework.CompiledComputation):
+      return tff.framework.Reference('graph', inner.type_signature), True
+    return inner, False
+
+  plain, _ = tff.framework.transform_postorder(block, anonymous)
+  # TFF makes names up, such as _abc1; in order of appearance they are the same.
+  names = {}
+  text = re.sub(
+      r'\b_[a-z]{3}\d+\b',
+      lambda match: names.setdefault(match[0], f'name_{len(names)}'),
+      plain.compact_representation(),
+  )
+  return f'{text} : {block.type_signature}'
+
+
+class InProcessRuntime:
+  """Compiles computations and keeps the compiled functions.
+
+  A function is built once per computation and cohort size; computations that
+  were traced apart but are equal share it.
+  """
+
+  def __init__(
+      self,
+      devices: Sequence[str] | None = None,
+      unroll: int = DEFAULT_UNROLL,
+  ):
+    """Chooses the devices.
+
+    Args:
+      devices: Names such as 'GPU:0', over which the clients of a cohort are
+        spread; `None` for every GPU, or else the CPU.
+      unroll: The largest cohort that is written out client by client.
+    """
+    self._devices = devices_lib.choose(devices)
+    self._unroll = unroll
+    self._lock = threading.RLock()
+    self._computations = collections.OrderedDict()
+    self._functions = collections.OrderedDict()
+    self._graphs = {}
+
+  @property
+  def devices(self) -> list[str]:
+    return list(self._devices)
+
+  @property
+  def num_functions(self) -> int:
+    """How many functions have been compiled and are kept."""
+    return len(self._functions)
+
+  def run(self, computation: tff.Computation, argument: Any) -> Any:
+    """The result of `computation`, in the Python types that TFF gives."""
+    compiled = self._compile(computation)
+    signature = compiled.type_signature
+    arguments = _arguments(signature.parameter, argument)
+    size = _cohort_size(arguments)
+    cohort = self._cohort(size or 0)
+    feeds = []
+    for value_type, value in arguments:
+      feeds += _feed(cohort, value_type, value)
+    function = self._function(compiled, cohort)
+    found = list(function(*feeds))
+    result = _result(cohort, signature.result, found)
+    return tff.types.type_to_py_container(
+        result, computation.type_signature.result
+    )
+
+  def _cohort(self, size: int) -> Unrolled | Mapped:
+    kind = Unrolled if size <= self._unroll else Mapped
+    return kind(size, self._devices)
+
+  def _compile(self, computation: tff.Computation) -> _Compiled:
+    with self._lock:
+      found = self._computations.get(id(computation))
+      if found is not None and found[0] is computation:
+        return found[1]
+      block = _desugar(computation)
+      compiled = _Compiled(block, block.type_signature, _fingerprint(block))
+      # The computation is kept, so that its id stays its own.
+      self._computations[id(computation)] = (computation, compiled)
+      while len(self._computations) > _MAX_FUNCTIONS:
+        self._computations.popitem(last=False)
+      return compiled
+
+  def _function(self, compiled: _Compiled, cohort: Unrolled | Mapped):
+    key = compiled.key, type(cohort), cohort.size
+    with self._lock:
+      function = self._functions.get(key)
+      if function is None:
+        with _Progress(cohort.size):
+          function = self._trace(compiled, cohort)
+        self._functions[key] = function
+        while len(self._functions) > _MAX_FUNCTIONS:
+          self._functions.popitem(last=False)
+    return function
+
+  def _import(self, compiled: tff.framework.CompiledComputation) -> Callable:
+    key = graphs.fingerprint(compiled)
+    if key not in self._graphs:
+      self._graphs[key] = graphs.import_graph(compiled)
+    return self._graphs[key]
+
+  def _trace(self, compiled: _Compiled, cohort: Unrolled | Mapped):
+    """The computation as a concrete TensorFlow function of flat tensors."""
+    parameter = compiled.type_signature.parameter
+    parts = _parts(parameter)
+    specs = []
+    for value_type in parts:
+      specs += _specs(cohort, value_type)
+    self._graphs = {}
+
+    @tf.function(input_signature=specs, autograph=False)
+    def lowered(*leaves):
+      leaves = list(leaves)
+      taken = [_take(cohort, value_type, leaves) for value_type in parts]
+      lowering = Lowering(cohort, self._import, self._devices[0])
+      function = lowering.evaluate(compiled.block, {})
+      if parameter is None:
+        value = function() if callable(function) else function
+      elif isinstance(parameter, tff.StructType):
+        names = [n for n, _ in tff.structure.iter_elements(parameter)]
+        value = function(
+            tff.structure.Struct(zip(names, taken, strict=True))
+        )
+      else:
+        value = function(taken[0])
+      return _give(cohort, compiled.type_signature.result, value)
+
+    concrete = lowered.get_concrete_function()
+    self._graphs = {}
+    return concrete
+
+
+def _parts(parameter: tff.Type | None) -> list[tff.Type]:
+  """The types of a computation's arguments."""
+  if parameter is None:
+    return []
+  if isinstance(parameter, tff.StructType):
+    return [t for _, t in tff.structure.iter_elements(parameter)]
+  return [parameter]
+
+
+def _arguments(parameter: tff.Type | None, argument: Any) -> list[tuple]:
+  """Pairs of type and value, one per argument."""
+  if parameter is None:
+    return []
+  if isinstance(parameter, tff.StructType):
+    found = values.fields(argument, parameter)
+    return list(zip(_parts(parameter), found, strict=True))
+  return [(parameter, argument)]
+
+
+def _client_lists(value_type: tff.Type, value: Any) -> list:
+  """The lists of clients' values in an argument."""
+  if isinstance(value_type, tff.FederatedType):
+    if value_type.placement is tff.CLIENTS and not value_type.all_equal:
+      if not isinstance(value, (list, tuple)):
+        raise TypeError(
+            f'Expected a list with a value per client for {value_type}; got'
+            f' {type(value).__name__}.'
+        )
+      return [value]
+    return []
+  if isinstance(value_type, tff.StructType):
+    types = _parts(value_type)
+    found = values.fields(value, value_type)
+    return [
+        clients
+        for t, v in zip(types, found, strict=True)
+        for clients in _client_lists(t, v)
+    ]
+  return []
+
+
+def _cohort_size(arguments: list[tuple]) -> int | None:
+  """How many clients there are; `None` if no argument tells."""
+  sizes = {
+      len(clients) for t, v in arguments for clients in _client_lists(t, v)
+  }
+  if len(sizes) > 1:
+    raise ValueError(
+        f'Arguments at the clients differ in their number: {sorted(sizes)}.'
+    )
+  return sizes.pop() if sizes else None
+
+
+def _is_shared(value_type: tff.FederatedType) -> bool:
+  return value_type.placement is tff.CLIENTS and value_type.all_equal
+
+
+def _specs(cohort, value_type: tff.Type) -> list[tf.TensorSpec]:
+  if isinstance(value_type, tff.FederatedType):
+    if value_type.placement is tff.SERVER or value_type.all_equal:
+      return values.leaf_specs(value_type.member)
+    return cohort.specs(value_type.member)
+  if isinstance(value_type, tff.StructType):
+    return [s for t in _parts(value_type) for s in _specs(cohort, t)]
+  return values.leaf_specs(value_type)
+
+
+def _feed(cohort, value_type: tff.Type, value: Any) -> list[tf.Tensor]:
+  if isinstance(value_type, tff.FederatedType):
+    if value_type.placement is tff.SERVER or value_type.all_equal:
+      return values.leaves(value, value_type.member)
+    return cohort.feed(value, value_type.member)
+  if isinstance(value_type, tff.StructType):
+    found = values.fields(value, value_type)
+    return [
+        leaf
+        for t, v in zip(_parts(value_type), found, strict=True)
+        for leaf in _feed(cohort, t, v)
+    ]
+  return values.leaves(value, value_type)
+
+
+def _take(cohort, value_type: tff.Type, leaves: list) -> Any:
+  if isinstance(value_type, tff.FederatedType):
+    if value_type.placement is tff.SERVER or value_type.all_equal:
+      value = graphs.pack(value_type.member, leaves)
+      return Everywhere(value) if _is_shared(value_type) else value
+    return cohort.take(leaves, value_type.member)
+  if isinstance(value_type, tff.StructType):
+    return tff.structure.Struct(
+        (name, _take(cohort, t, leaves))
+        for name, t in tff.structure.iter_elements(value_type)
+    )
+  return graphs.pack(value_type, leaves)
+
+
+def _give(cohort, value_type: tff.Type, value: Any) -> list[tf.Tensor]:
+  if isinstance(value_type, tff.FederatedType):
+    if value_type.placement is tff.CLIENTS:
+      if value_type.all_equal:
+        return graphs.flatten(shared(value))
+      return cohort.give(value, value_type.member)
+    return graphs.flatten(value)
+  if isinstance(value_type, tff.StructType):
+    types = _parts(value_type)
+    return [
+        leaf
+        for k, t in enumerate(types)
+        for leaf in _give(cohort, t, value[k])
+    ]
+  return graphs.flatten(value)
+
+
+def _result(cohort, value_type: tff.Type, found: list) -> Any:
+  if isinstance(value_type, tff.FederatedType):
+    if value_type.placement is tff.CLIENTS and not value_type.all_equal:
+      return cohort.results(found, value_type.member)
+    return values.to_python(found, value_type.member)
+  if isinstance(value_type, tff.StructType):
+    return tff.structure.Struct(
+        (name, _result(cohort, t, found))
+        for name, t in tff.structure.iter_elements(value_type)
+    )
+  return values.to_python(found, value_type)
+
+
+class _Progress:
+  """Says on a terminal that something is being compiled, while it is."""
+
+  def __init__(self, size: int):
+    self._text = f'compiling for {size} clients ...'
+    self._shown = False
+
+  def __enter__(self):
+    self._start = time.monotonic()
+    if sys.stderr.isatty():
+      print(self._text, end='', file=sys.stderr, flush=True)
+      self._shown = True
+
+  def __exit__(self, *error):
+    if self._shown:
+      blank = ' ' * len(self._text)
+      print(f'\r{blank}\r', end='', file=sys.stderr, flush=True)
+
+
+class InProcessContext(tff.framework.SyncContext):
+  """A synchronous context on an `InProcessRuntime`."""
+
+  def __init__(self, runtime: InProcessRuntime):
+    self.runtime = runtime
+
+  def invoke(self, comp: tff.Computation, arg: Any) -> Any:
+    return self.runtime.run(comp, arg)
+
+
+class AsyncInProcessContext(tff.framework.AsyncContext):
+  """An asynchronous context on an `InProcessRuntime`."""
+
+  def __init__(self, runtime: InProcessRuntime):
+    self.runtime = runtime
+
+  async def invoke(self, comp: tff.Computation, arg: Any) -> Any:
+    if hasattr(arg, '__await__'):
+      arg = await arg
+    return self.runtime.run(comp, arg)

@@ -1,0 +1,217 @@
+"""Everything random comes from the seed and the epoch in the state."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_federated as tff
+
+import fednest_tff
+from tests import quadratic
+
+EPOCHS = 3
+CLIENTS = quadratic.make_clients(num_clients=4, examples=(2, 3, 4, 5))
+COHORT = quadratic.to_datasets(CLIENTS)
+
+
+def _build():
+  """A process that draws all that can be drawn."""
+  return fednest_tff.build_fed_nest(
+      quadratic.build_problem(split=0.5),
+      inner_learning_rate=0.1,
+      outer_learning_rate=0.1,
+      inner_local_steps=2,
+      outer_local_steps=2,
+      batch_size=1,
+      neumann_terms=2,
+      participation=0.6,
+      gradient_batch_size=1,
+      outer_optimizer=tff.learning.optimizers.build_adam(0.1),
+      seed=0,
+  )
+
+
+def _evolve(state, **changes):
+  fields = {
+      name: getattr(state, name)
+      for name in (
+          'outer', 'inner', 'epoch', 'seed', 'smoothness', 'aggregators',
+          'optimizer',
+      )
+  }  # fmt: skip
+  return fednest_tff.NestedState(**(fields | changes))
+
+
+def _select(round_number):
+  """Two of the four clients, as a function of the round number alone."""
+  first = round_number % len(COHORT)
+  return [COHORT[first], COHORT[first - 1]]
+
+
+def _run(process, epochs, state=None):
+  state = process.initialize() if state is None else state
+  outputs = []
+  for _ in range(epochs):
+    outputs.append(process.next(state, COHORT))
+    state = outputs[-1].state
+  return outputs
+
+
+def _assert_equal(one, other):
+  """Bit for bit, in all leaves of states or metrics."""
+  tf.nest.map_structure(np.testing.assert_array_equal, one, other)
+
+
+def _differ(one, other):
+  return all(
+      np.any(getattr(one, name) != getattr(other, name))
+      for name in ('outer', 'inner')
+  )
+
+
+@pytest.fixture(scope='module')
+def process():
+  return _build()
+
+
+@pytest.fixture(scope='module')
+def outputs(process):
+  return _run(process, EPOCHS)
+
+
+def test_same_seed_gives_the_same_bits(outputs):
+  for output, other in zip(outputs, _run(_build(), EPOCHS), strict=True):
+    _assert_equal(output.state, other.state)
+    _assert_equal(output.metrics, other.metrics)
+
+
+def test_order_of_the_clients_does_not_matter(process, outputs):
+  output = process.next(process.initialize(), COHORT[::-1])
+  for name in ('outer', 'inner'):
+    np.testing.assert_allclose(
+        getattr(output.state, name), getattr(outputs[0].state, name),
+        rtol=1e-10,
+    )  # fmt: skip
+
+
+def test_other_seed_has_another_initial_point(process):
+  start = process.initialize()
+  other = fednest_tff.build_lfed_inn(
+      quadratic.build_problem(), inner_learning_rate=0.1, seed=1
+  ).initialize()
+  assert _differ(start, other)
+  np.testing.assert_array_equal(start.seed, [0, 0])
+  np.testing.assert_array_equal(other.seed, [1, 0])
+
+
+def test_seed_lives_in_the_state(process, outputs):
+  start = process.initialize()
+  other = _evolve(start, seed=np.array([1, 0]))
+  output = process.next(other, COHORT)
+  assert _differ(output.state, outputs[0].state)
+  np.testing.assert_array_equal(output.state.seed, [1, 0])
+  # And back: nothing of it is left in the process.
+  _assert_equal(process.next(start, COHORT).state, outputs[0].state)
+
+
+def test_every_epoch_has_its_own_draws(process, outputs):
+  start = process.initialize()
+  later = process.next(_evolve(start, epoch=np.int32(1)), COHORT)
+  assert later.state.epoch == 2
+  assert _differ(later.state, outputs[0].state)
+
+
+def test_every_inner_call_has_its_own_draws():
+  # Two calls with one seed would draw the same example twice.
+  process = fednest_tff.build_fed_nest(
+      quadratic.build_problem(), 'lfednest', inner_learning_rate=0.2,
+      outer_learning_rate=0.1, inner_rounds=2, inner_local_steps=1,
+      batch_size=1, neumann_terms=1,
+  )  # fmt: skip
+  client = CLIENTS[3]
+  form = [
+      quadratic.local_form({k: v[i : i + 1] for k, v in client.items()})
+      for i in range(5)
+  ]
+  state, pairs = process.initialize(), []
+  for epoch in range(4):
+    start = _evolve(state, epoch=np.int32(epoch))
+    end = process.next(start, COHORT[3:]).state.inner
+    x, y = start.outer, start.inner
+    for i, j in np.ndindex(5, 5):
+      v = y - 0.2 * form[i].inner_gradient(x, y)
+      v = v - 0.2 * form[j].inner_gradient(x, v)
+      if np.allclose(end, v, rtol=1e-10, atol=1e-10):
+        pairs.append((i, j))
+  assert len(pairs) == 4
+  assert any(i != j for i, j in pairs)
+  assert len(set(pairs)) > 2
+
+
+def _stops(seed):
+  """N', read off FedIHGP's state after its first round at each point."""
+  process = fednest_tff.build_fed_ihgp(
+      quadratic.build_problem(), smoothness=3.0, neumann_terms=5, seed=seed
+  )
+  state, stops = process.initialize(), []
+  for _ in range(8):
+    first = process.next(state, COHORT[:1]).state
+    stops.append(int(first.solver.products_left))
+    state = first.at(first.outer, first.inner)
+    assert state.step == 0
+  return stops
+
+
+def test_random_stop_depends_on_seed_and_epoch():
+  stops, other = _stops(0), _stops(1)
+  assert len({*stops, *other}) > 2
+  assert stops != other
+
+
+def test_saved_state_goes_on_as_if_never_saved(process, outputs, tmp_path):
+  async def save_and_load():
+    manager = tff.program.FileProgramStateManager(tmp_path)
+    await manager.save(outputs[1].state, 1)
+    return await manager.load(1, process.initialize())
+
+  restored = asyncio.run(save_and_load())
+  assert isinstance(restored, fednest_tff.NestedState)
+  _assert_equal(restored, outputs[1].state)
+  output = process.next(restored, COHORT)
+  _assert_equal(output.state, outputs[2].state)
+  _assert_equal(output.metrics, outputs[2].metrics)
+
+
+@pytest.fixture
+def event_loop():
+  """TFF's training loop takes the thread's own, which asyncio.run removes."""
+  loop = asyncio.new_event_loop()
+  asyncio.set_event_loop(loop)
+  yield loop
+  asyncio.set_event_loop(None)
+  loop.close()
+
+
+@pytest.mark.usefixtures('event_loop')
+def test_training_loop_resumes_to_the_same_end(process, tmp_path):
+  def train(directory, rounds):
+    return tff.simulation.run_training_process(
+        process,
+        _select,
+        total_rounds=rounds,
+        program_state_manager=tff.program.FileProgramStateManager(
+            tmp_path / directory
+        ),
+    )
+
+  whole = train('whole', EPOCHS)
+  assert train('parts', 1).epoch == 1
+  resumed = train('parts', EPOCHS)
+  assert resumed.epoch == EPOCHS
+  _assert_equal(resumed, whole)
+  # The selection was used: round 1 has clients 1 and 0.
+  state = process.initialize()
+  for round_number in range(1, EPOCHS + 1):
+    state = process.next(state, _select(round_number)).state
+  _assert_equal(state, whole)
