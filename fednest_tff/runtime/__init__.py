@@ -9,8 +9,7 @@ from typing import Any
 import grpc
 import tensorflow_federated as tff
 
-from fednest_tff.runtime import in_process, native
-from fednest_tff.runtime import workers as workers_lib
+from fednest_tff.runtime import in_process
 
 RUNTIMES = ('in_process', 'native', 'workers')
 
@@ -48,13 +47,23 @@ def use_runtime(
     raise ValueError(
         "`workers` and `credentials` go with the runtime 'workers' only."
     )
+  # The other two are modules that most programs never need, one of them a
+  # program itself.
   if name == 'in_process':
     context = in_process.InProcessContext(in_process.InProcessRuntime(devices))
   elif name == 'native':
+    from fednest_tff.runtime import native
+
     context = native.build_native_context()
   else:
+    from fednest_tff.runtime import workers as workers_lib
+
     context = workers_lib.build_workers_context(
-        workers, credentials=credentials
+        workers,
+        credentials,
+        server_context=in_process.InProcessContext(
+            in_process.InProcessRuntime(['CPU:0'])
+        ),
     )
   tff.framework.set_default_context(context)
   return context

@@ -32,7 +32,8 @@ from absl import app, flags, logging
 import grpc
 import tensorflow_federated as tff
 
-from fednest_tff.runtime import native
+from fednest_tff.runtime import local_worker, native
+from fednest_tff.runtime import remote as remote_lib
 
 _MISSES = 2  # Unanswered probes in a row after which a worker counts as lost.
 _RETRY_AFTER = 30.0  # Seconds after which a lost worker is asked again.
@@ -62,7 +63,7 @@ class _Worker:
   def __init__(
       self,
       address: str,
-      connect: Callable[[str], native.RemoteContext],
+      connect: Callable[[str], remote_lib.RemoteContext],
       connect_timeout: float,
       probe_interval: float,
       call_timeout: float | None,
@@ -82,20 +83,20 @@ class _Worker:
     if remote is not None:
       remote.close()
 
-  def _connected(self) -> native.RemoteContext:
+  def _connected(self) -> remote_lib.RemoteContext:
     with self._lock:
       if self._remote is None:
         remote = self._connect(self.address)
         if not remote.answers(self._connect_timeout):
           remote.close()
-          raise native.WorkerLost('it does not answer')
+          raise remote_lib.WorkerLost('it does not answer')
         self._remote = remote
       if self.lost_at is not None:
         logging.warning('Worker %s is back.', self.address)
         self.lost_at = None
       return self._remote
 
-  def _watch(self, remote: native.RemoteContext, finished: threading.Event):
+  def _watch(self, remote: remote_lib.RemoteContext, finished: threading.Event):
     """Closes the connection when the worker does not answer during a call.
 
     A machine that vanishes closes no connection, and gRPC's own keepalive is
@@ -122,7 +123,7 @@ class _Worker:
           target=self._watch, args=(remote, finished), daemon=True
       ).start()
       return remote.invoke(comp, arg)
-    except native.WorkerLost:
+    except remote_lib.WorkerLost:
       if remote is self._remote:  # Else another share has closed it.
         self.close()
       self.lost_at = time.monotonic()
@@ -225,7 +226,7 @@ class WorkersContext(tff.framework.SyncContext):
       was_lost = lost_at is not None
       try:
         result = worker.invoke(comp, arg)
-      except native.WorkerLost as error:
+      except remote_lib.WorkerLost as error:
         if call.cancelled:
           raise
         reasons.append(f'{worker.address}: {error}')
@@ -239,7 +240,7 @@ class WorkersContext(tff.framework.SyncContext):
         logging.warning('Worker %s did the lost share.', worker.address)
       return result
     addresses = ', '.join(worker.address for worker in self._workers)
-    raise native.WorkerError(
+    raise remote_lib.WorkerError(
         f'None of the workers {addresses} answers. Last errors:'
         f' {"; ".join(reasons) or "see the log"}'
     )
@@ -335,11 +336,11 @@ def build_workers_context(
     _check_address(address)
   if len(set(workers)) < len(workers):
     raise ValueError(f'`workers` must differ; got {list(workers)}.')
-  compiler = native.cached_compiler()
+  compiler = remote_lib.cached_compiler()
 
   def connect(address):
-    channel = native.open_channel(address, credentials, channel_options)
-    return native.RemoteContext(channel, compiler)
+    channel = remote_lib.open_channel(address, credentials, channel_options)
+    return remote_lib.RemoteContext(channel, compiler)
 
   limits = connect_timeout, probe_interval, call_timeout
   return WorkersContext(
@@ -354,7 +355,7 @@ def local_workers(
     first_port: int = 0,
     log_dir: str | None = None,
     start_timeout: float = 60.0,
-) -> Iterator[list[native.LocalWorker]]:
+) -> Iterator[list[local_worker.LocalWorker]]:
   """Workers on this machine, for tests and for trying it out.
 
   Args:
@@ -371,9 +372,9 @@ def local_workers(
   try:
     for k in range(num):
       port = first_port + k if first_port else 0
-      started.append(native.LocalWorker(port, log_dir))
+      started.append(local_worker.LocalWorker(port, log_dir))
     for worker in started:
-      worker.connect(start_timeout, native.cached_compiler()).close()
+      worker.connect(start_timeout, remote_lib.cached_compiler()).close()
     yield started
   finally:
     for worker in started:
@@ -399,7 +400,7 @@ def _main(argv: Sequence[str]):
         time.sleep(0.5)
       ended = next(w for w in started if not w.is_running())
       raise ended.error('has ended')
-  except native.WorkerError as error:
+  except remote_lib.WorkerError as error:
     print(error, file=sys.stderr)
     sys.exit(1)
   except KeyboardInterrupt:
