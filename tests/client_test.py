@@ -707,12 +707,12 @@ def _all_results(problem):
   client = _mlp_client(problem)
   x, y = problem.init_outer(1), problem.init_inner(2)
   h, v = problem.init_outer(3), problem.init_inner(4)
-  work = descent.LocalWork(steps=4, batch_size=2)
+  work = descent.LocalWork(steps=2, batch_size=2)
   rate, smoothness, seed = _double(0.1), _double(5.0), _seed()
   solver = inverse_hessian.build_solver('truncated', 3)
   inner = problem.representation(x, client.inner)
   outer = problem.representation(x, client.outer)
-  tau = tf.constant(4)
+  tau = tf.constant(2)
   return {
       'inner': inner_level.gradient(problem, x, y, inner),
       'product': inner_level.hessian_product(problem, x, y, v, inner),

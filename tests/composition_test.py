@@ -273,7 +273,7 @@ def test_rounds_of_fed_ihgp_reproduce_its_steps(fed_ihgp, cohort):
         p,
     )
   # Beyond N' nothing happens, and clients are not even asked to multiply.
-  _assert_equal(process.next(state, cohort).state.solver.p, state.solver.p)
+  _assert_equal(process.next(state, cohort).state.solver, state.solver)
   idle = rounds['ihgp_product'](
       (), Product(x, y, state.solver.p, -1, seed), cohort
   )

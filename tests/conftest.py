@@ -23,3 +23,4 @@ def native_runtime():
   for worker in _workers():
     worker.kill()
     worker.wait(timeout=10)
+  assert not psutil.Process().children(recursive=True), 'left behind'

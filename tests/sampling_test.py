@@ -108,7 +108,7 @@ def test_without_a_batch_size_each_step_has_all_in_order(n, steps, seed):
   assert _stream(n, None, steps, seed) == [list(range(n))] * steps
 
 
-@QUICK
+@settings(QUICK, max_examples=10)
 @given(st.integers(8, 12), st.integers(1, 15), SEEDS)
 def test_the_seed_alone_decides(n, size, seed):
   stream = _stream(n, size, 6, seed)

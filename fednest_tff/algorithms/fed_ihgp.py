@@ -137,6 +137,8 @@ class FedIHGP:
             problem, message.outer, message.inner, message.vector, part
         )
 
+      if solver.name != 'stochastic':  # Every product is wanted.
+        return multiply()
       return tf.cond(
           message.index >= 0,
           multiply,

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from fednest_tff import vector_space
 from fednest_tff.local import sampling
 from fednest_tff.problems import Problem
 from fednest_tff.vector_space import Structure
@@ -86,7 +87,7 @@ def from_dataset(
   inner, has_inner = _pad_if_empty(inner)
   outer, has_outer = _pad_if_empty(outer)
   is_whole = tf.reduce_all([count > 0, has_inner, has_outer])
-  weight = tf.cast(weighting(examples), problem.scalar_dtype)
+  weight = vector_space.scalar(weighting(examples), problem.scalar_dtype)
   return Client(
       inner,
       outer,

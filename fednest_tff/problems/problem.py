@@ -137,7 +137,9 @@ def bilevel(
 
   Args:
     outer_loss: f, `(x, y, batch) -> scalar`, a mean over the batch.
-    inner_loss: g, `(x, y, batch) -> scalar`, strongly convex in y.
+    inner_loss: g, `(x, y, batch) -> scalar`, strongly convex in y. TensorFlow
+      cannot take its second derivatives forward-over-back through
+      `tf.while_loop`, `tf.cond` or `tf.map_fn`.
     init_outer: `seed -> x`, a nested structure of float tensors; the seed is a
       Python integer.
     init_inner: `seed -> y`, likewise.

@@ -18,6 +18,7 @@ def use_runtime(
     name: str = 'in_process',
     *,
     devices: Sequence[str] | None = None,
+    unroll: int | None = None,
     workers: Sequence[str] | None = None,
     credentials: grpc.ChannelCredentials | None = None,
 ) -> Any:
@@ -29,6 +30,9 @@ def use_runtime(
       worker; or 'workers', several of those, one communication round per call.
     devices: For 'in_process': names such as ['GPU:0', 'GPU:1'] that a cohort's
       clients are spread over; `None` for every GPU, or else the CPU.
+    unroll: For 'in_process': the largest cohort that is compiled client by
+      client, for the quickest epochs. Larger ones, or all with 0, become a
+      loop, which compiles in a third of the time.
     workers: For 'workers': their addresses, ['host:port', ...].
     credentials: For 'workers': TLS credentials of the channels; `None` for
       plain text, which belongs behind a firewall.
@@ -41,8 +45,10 @@ def use_runtime(
   """
   if name not in RUNTIMES:
     raise ValueError(f'`name` must be one of {RUNTIMES}; got {name!r}.')
-  if devices is not None and name != 'in_process':
-    raise ValueError("`devices` goes with the runtime 'in_process' only.")
+  if (devices is not None or unroll is not None) and name != 'in_process':
+    raise ValueError(
+        "`devices` and `unroll` go with the runtime 'in_process' only."
+    )
   if (workers is not None or credentials is not None) and name != 'workers':
     raise ValueError(
         "`workers` and `credentials` go with the runtime 'workers' only."
@@ -50,7 +56,11 @@ def use_runtime(
   # The other two are modules that most programs never need, one of them a
   # program itself.
   if name == 'in_process':
-    context = in_process.InProcessContext(in_process.InProcessRuntime(devices))
+    if unroll is None:
+      unroll = in_process.DEFAULT_UNROLL
+    context = in_process.InProcessContext(
+        in_process.InProcessRuntime(devices, unroll)
+    )
   elif name == 'native':
     from fednest_tff.runtime import native
 
