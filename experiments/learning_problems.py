@@ -115,9 +115,9 @@ def loss_tuning(
     The problem.
   """
   num_classes = sizes[-1]
-  weights = tf.constant(
-      [1.0] * num_classes if class_weights is None else class_weights,
-      tf.float32,
+  # Not a tensor: TFF traces losses into graphs of its own.
+  weights = np.float32(
+      np.ones(num_classes) if class_weights is None else class_weights
   )
 
   def logits(y, images):

@@ -192,71 +192,63 @@ def test_fed_ihgp_carries_its_state(problem, cohort):
 # ---- TFF's recommended aggregators ------------------------------------------
 
 
-def _check(states, names):
-  for before, after in zip(states, states[1:], strict=False):
-    for name in names:
-      old, new = before.aggregators[name], after.aggregators[name]
-      assert _changed(old, new), name
-    for leaf in (after.outer, after.inner):
-      assert np.all(np.isfinite(leaf))
-    assert np.any(after.outer != before.outer)
-    assert np.any(after.inner != before.inner)
-
-
-def test_robust(small_minimax, small_cohort):
-  process = fednest_tff.build_fed_nest(
-      small_minimax, inner_learning_rate=0.3, outer_learning_rate=0.1,
-      **dict.fromkeys(ALL_THREE, tff.learning.robust_aggregator()),
-  )  # fmt: skip
-  states, metrics = _run(process, small_cohort)
-  _check(states, states[0].aggregators)
-
-  def clipping_norm(state):
-    robust = state.aggregators['inner_gradient']
-    return robust['inner_agg']['clipping_norm'][0].current_estimate
-
-  # All three clients' gradients are longer than the first clipping norm, 1:
-  # it clips them, and then grows.
-  assert metrics[0]['inner_gradient_norm'] <= 1.0 + 1e-5
-  assert clipping_norm(states[0]) == 1.0
-  assert 1.0 < clipping_norm(states[1]) < clipping_norm(states[2])
-  for name in ('inner_aggregator', 'outer_aggregator'):
-    assert metrics[0][name]['zeroed_count'] == 0
-    assert metrics[0][name]['zeroing']['clipping_norm'] == 1.0
-    assert metrics[1][name]['zeroing']['clipping_norm'] != 1.0
-
-
-def test_private_and_compressed(small_minimax, small_cohort):
-  # TFF's compression leaves tensors of less than 20,000 elements as they are:
-  # another factory quantises these small ones, too.
-  quantized = tff.aggregators.MeanFactory(
-      tff.aggregators.EncodedSumFactory.quantize_above_threshold(
-          quantization_bits=8, threshold=0
-      )
-  )
+def test_robust_private_and_compressed(small_minimax, small_cohort):
   process = fednest_tff.build_fed_nest(
       small_minimax,
       inner_learning_rate=0.3,
       outer_learning_rate=0.1,
-      inner_aggregator=tff.learning.dp_aggregator(
+      inner_aggregator=tff.learning.robust_aggregator(),
+      outer_aggregator=tff.learning.dp_aggregator(
           noise_multiplier=0.1, clients_per_round=len(CLIENTS)
       ),
-      outer_aggregator=tff.learning.compression_aggregator(),
-      gradient_aggregator=quantized,
+      gradient_aggregator=tff.learning.compression_aggregator(),
   )
   states, metrics = _run(process, small_cohort)
-  _check(states, ('inner_update', 'outer_update'))
+  for before, after in zip(states, states[1:], strict=False):
+    for name, state in after.aggregators.items():
+      assert _changed(before.aggregators[name], state), name
+    for name in ('outer', 'inner'):
+      assert np.all(np.isfinite(getattr(after, name)))
+      assert np.any(getattr(after, name) != getattr(before, name))
+
+  # All three clients' gradients are longer than the first clipping norm, 1:
+  # it clips them, and then grows.
+  def clipping_norm(state):
+    compressed = state.aggregators['inner_gradient']
+    return compressed['inner_agg']['clipping_norm'][0].current_estimate
+
+  assert metrics[0]['inner_gradient_norm'] <= 1.0 + 1e-5
+  assert clipping_norm(states[0]) == 1.0
+  assert 1.0 < clipping_norm(states[1]) < clipping_norm(states[2])
+
+  robust = [epoch['inner_aggregator'] for epoch in metrics]
+  assert robust[0]['zeroed_count'] == 0
+  assert robust[0]['zeroing']['clipping_norm'] == 1.0
+  assert robust[1]['zeroing']['clipping_norm'] != 1.0
+
   # Privacy clips to norm 0.1 at first; its noise is 0.1 * 0.1 / 3 or so.
-  assert 0 < metrics[0]['inner_update_norm'] < 0.15
-  clips = [
-      epoch['inner_aggregator']['zeroing']['dp_query_metrics']['clip']
-      for epoch in metrics
-  ]
-  assert all(0 < clip < 1 for clip in clips)
-  assert metrics[0]['outer_aggregator']['zeroed_count'] == 0
-  # Eight bits of q: near the plain mean, but not equal to it.
+  assert 0 < metrics[0]['outer_update_norm'] < 0.15
+  for epoch in metrics:
+    private = epoch['outer_aggregator']['zeroing']['dp_query_metrics']
+    assert 0 < private['clip'] < 1
+
+
+def test_quantized_gradients(small_cohort):
+  # `compression_aggregator` leaves tensors of less than 20,000 elements as they
+  # are; this is its quantisation.
+  factory = tff.aggregators.MeanFactory(
+      tff.aggregators.EncodedSumFactory.quantize_above_threshold(
+          quantization_bits=8, threshold=0
+      )
+  )
+  process = fednest_tff.build_fed_inn(
+      quadratic.build_problem(tf.float32), inner_learning_rate=0.3,
+      gradient_aggregator=factory,
+  )  # fmt: skip
+  states, metrics = _run(process, small_cohort, epochs=1)
   form = quadratic.ClosedForm(CLIENTS)
   expected = form.inner_gradient(states[0].outer, states[0].inner)
+  # Eight bits of q: near the plain mean, but not equal to it.
   error = metrics[0]['inner_gradient_norm'] / np.linalg.norm(expected) - 1
   assert 1e-6 < abs(error) < 0.02
 

@@ -392,6 +392,61 @@ def test_asynchronous_context():
     assert asyncio.run(run()) == (2.5, np.float32(17 / 5))
 
 
+DATA_TYPE = tff.FederatedType(
+    tff.SequenceType(tff.types.tensorflow_to_type(SPEC)), CLIENTS
+)
+
+
+class _Clients(tff.program.FederatedDataSourceIterator):
+  """The same clients every time; TFF copies and stores its iterators."""
+
+  federated_type = DATA_TYPE
+
+  @classmethod
+  def from_bytes(cls, buffer):
+    return cls()
+
+  def to_bytes(self):
+    return b''
+
+  def select(self, k=None):
+    return _datasets()[:k]
+
+
+class _Source(tff.program.FederatedDataSource):
+  federated_type = DATA_TYPE
+  capabilities = ()
+
+  def iterator(self):
+    return _Clients()
+
+
+def test_train_model_program(tmp_path):
+  """TFF's own training program, resumable, in the asynchronous context."""
+  process = _algorithms()['unweighted FedAvg, functional']()
+  context = tff.program.NativeFederatedContext(
+      in_process.AsyncInProcessContext(in_process.InProcessRuntime(unroll=0))
+  )
+  released = tff.program.MemoryReleaseManager()
+
+  async def train():
+    await tff.learning.programs.train_model(
+        train_process=process,
+        train_data_source=_Source(),
+        train_per_round_clients=2,
+        train_total_rounds=2,
+        program_state_manager=tff.program.FileProgramStateManager(tmp_path),
+        model_output_manager=tff.program.MemoryReleaseManager(),
+        train_metrics_manager=released,
+        evaluation_manager=None,
+        evaluation_periodicity=1,
+    )
+
+  with tff.framework.get_context_stack().install(context):
+    asyncio.run(train())
+  assert sorted(released.values()) == [1, 2]
+
+
 def test_unknown_device_is_one_line_with_those_there_are():
   with pytest.raises(ValueError, match=r"GPU:7.*there are \['CPU:0'\]"):
     in_process.InProcessRuntime(devices=['GPU:7'])

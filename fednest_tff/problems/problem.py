@@ -136,7 +136,9 @@ def bilevel(
   """min_x mean_i f_i(x, y*(x)), y*(x) = argmin_y mean_i g_i(x, y).
 
   Args:
-    outer_loss: f, `(x, y, batch) -> scalar`, a mean over the batch.
+    outer_loss: f, `(x, y, batch) -> scalar`, a mean over the batch. Constants
+      that it holds must be NumPy arrays, not tensors made outside of it: TFF
+      traces it into graphs of its own.
     inner_loss: g, `(x, y, batch) -> scalar`, strongly convex in y. TensorFlow
       cannot take its second derivatives forward-over-back through
       `tf.while_loop`, `tf.cond` or `tf.map_fn`.
