@@ -158,13 +158,24 @@ def test_svrg_evaluates_each_minibatch_at_the_iterate_and_at_the_anchor():
       gradient, tf.constant(noisy.start), tf.constant(noisy.q), noisy.features,
       work, tf.constant(4), _rate(0.1), _seed(),
   )  # fmt: skip
-  assert len(calls) == 8
+  # The first step, at the anchor itself, needs no minibatch.
+  assert len(calls) == 6
   stream = noisy.stream(work, 4)
-  for nu in range(4):
-    pair = calls[2 * nu : 2 * nu + 2]
+  for nu in range(1, 4):
+    pair = calls[2 * nu - 2 : 2 * nu]
     assert [rows for _, rows in pair] == [stream[nu].tolist()] * 2
     at_anchor = [np.array_equal(v, noisy.start) for v, _ in pair]
-    assert sum(at_anchor) == (2 if nu == 0 else 1)
+    assert sum(at_anchor) == 1
+
+
+def test_a_client_without_steps_stays_at_the_anchor():
+  noisy = Noisy(7)
+  for divide_by_steps in (False, True):
+    work = descent.LocalWork(
+        steps=lambda _: tf.constant(0), divide_by_steps=divide_by_steps
+    )
+    end = _run_svrg(noisy, work, 0, 0.25)
+    np.testing.assert_array_equal(end, noisy.start)
 
 
 def test_first_svrg_step_is_along_the_anchor_direction():

@@ -426,7 +426,7 @@ def _drawn(state, output):
 
 def test_each_round_draws_its_own_sub_cohort(sub_sampled, cohort):
   state, pairs = sub_sampled.initialize(), []
-  for _ in range(12):
+  for _ in range(40):
     output = sub_sampled.next(state, cohort)
     pairs.append(_drawn(state, output))
     state = output.state._replace(outer=state.outer)
@@ -437,13 +437,15 @@ def test_each_round_draws_its_own_sub_cohort(sub_sampled, cohort):
     assert any(client in first for first, _ in pairs)
     assert any(client not in first for first, _ in pairs)
     assert any(client not in second for _, second in pairs)
-  # Of three clients, 42% of the draws have one, 14% two, 2% all and 42% none:
-  # that means everyone.
+  # Of three clients, 27/64 of the draws have one, 9/64 two, 1/64 all and 27/64
+  # none: that means everyone.
   sizes = collections.Counter(
       len(subset) for pair in pairs for subset in pair
   )
-  assert sizes[1] > 2 * sizes[2] > 0
-  assert sizes[3] > sizes[2]
+  draws = 2 * len(pairs)
+  for size, share in ((1, 27 / 64), (2, 9 / 64), (3, 28 / 64)):
+    deviation = np.sqrt(draws * share * (1 - share))
+    assert abs(sizes[size] - draws * share) < 2.5 * deviation
 
 
 def test_sub_cohorts_are_reproducible(sub_sampled, cohort):

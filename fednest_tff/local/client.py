@@ -73,17 +73,19 @@ def from_dataset(
   Returns:
     The client.
   """
-  # A dataset without elements has no single element: a sentinel goes along.
-  sentinel = tf.data.Dataset.from_tensors(
+  # A dataset without elements has no batch: an empty one stands in.
+  nothing = tf.data.Dataset.from_tensors(
       tf.nest.map_structure(
-          lambda spec: tf.zeros(spec.shape, spec.dtype), problem.element_spec
+          lambda spec: tf.zeros([0, *spec.shape], spec.dtype),
+          problem.element_spec,
       )
   )
-  rows = dataset.concatenate(sentinel).batch(_ALL).get_single_element()
-  examples = tf.nest.map_structure(lambda t: t[:-1], rows)
+  batches = dataset.batch(_ALL).concatenate(nothing)
+  examples = batches.take(1).get_single_element()
   count = sampling.num_examples(examples)
 
-  inner, outer = problem.split(_pad_if_empty(examples)[0])
+  rows, _ = _pad_if_empty(examples)
+  inner, outer = problem.split(rows)
   inner, has_inner = _pad_if_empty(inner)
   outer, has_outer = _pad_if_empty(outer)
   is_whole = tf.reduce_all([count > 0, has_inner, has_outer])

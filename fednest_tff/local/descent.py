@@ -106,14 +106,15 @@ def descend(
     start: Structure,
     num_steps: tf.Tensor,
     step_size: tf.Tensor,
+    first_step: int = 0,
 ) -> Structure:
-  """v <- v - step_size * direction(v, step) for step = 0..num_steps - 1."""
+  """v <- v - step_size * direction(v, nu), nu = first_step..num_steps - 1."""
 
   def step(nu, v):
     return nu + 1, vector_space.add_scaled(v, -step_size, direction(v, nu))
 
   _, end = tf.while_loop(
-      lambda nu, _: nu < num_steps, step, (tf.constant(0), start)
+      lambda nu, _: nu < num_steps, step, (tf.constant(first_step), start)
   )
   return end
 
@@ -186,4 +187,13 @@ def svrg(
     )
     return vector_space.add(correction, anchor_direction)
 
-  return descend(direction, anchor, tau, work.step_size(learning_rate, tau))
+  # At the anchor itself the minibatch terms cancel: the first step, if there is
+  # one, needs no minibatch. With tau_i = 1, the usual FedOut, none is read.
+  step_size = work.step_size(learning_rate, tau)
+  any_step = tf.cast(tf.minimum(tau, 1), step_size.dtype)
+  first = vector_space.add_scaled(
+      anchor, -step_size * any_step, anchor_direction
+  )
+  if tf.get_static_value(tau) == 1:
+    return first
+  return descend(direction, first, tau, step_size, first_step=1)

@@ -32,7 +32,8 @@ def use_runtime(
       clients are spread over; `None` for every GPU, or else the CPU.
     unroll: For 'in_process': the largest cohort that is compiled client by
       client, for the quickest epochs. Larger ones, or all with 0, become a
-      loop, which compiles in a third of the time.
+      loop, which compiles in a third of the time. `None` decides by the number
+      of clients and the size of the computation.
     workers: For 'workers': their addresses, ['host:port', ...].
     credentials: For 'workers': TLS credentials of the channels; `None` for
       plain text, which belongs behind a firewall.
@@ -56,8 +57,6 @@ def use_runtime(
   # The other two are modules that most programs never need, one of them a
   # program itself.
   if name == 'in_process':
-    if unroll is None:
-      unroll = in_process.DEFAULT_UNROLL
     context = in_process.InProcessContext(
         in_process.InProcessRuntime(devices, unroll)
     )

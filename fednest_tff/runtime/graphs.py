@@ -123,6 +123,17 @@ def fingerprint(compiled: tff.framework.CompiledComputation) -> bytes:
   return digest.digest()
 
 
+def num_nodes(compiled: tff.framework.CompiledComputation) -> int:
+  """How many nodes the graph and its functions have."""
+  if compiled.proto.WhichOneof('computation') != 'tensorflow':
+    return 0
+  graph_def = tf.compat.v1.GraphDef()
+  compiled.proto.tensorflow.graph_def.Unpack(graph_def)
+  return len(graph_def.node) + sum(
+      len(function.node_def) for function in graph_def.library.function
+  )
+
+
 def import_graph(
     compiled: tff.framework.CompiledComputation,
 ) -> Callable[[Any], Any]:

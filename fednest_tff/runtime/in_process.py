@@ -23,10 +23,13 @@ from fednest_tff.runtime import graphs, values
 from fednest_tff.runtime.cohort import Everywhere, Mapped, Unrolled, shared
 from fednest_tff.runtime.lowering import Lowering
 
-# Up to this many clients are written out one by one. Measured on two cores with
-# the hyper-representation problem: 10 clients take 0.10 s an epoch written out
-# and 0.15 s in a loop, but 14 s and not 5 s to compile, which grows with them.
-DEFAULT_UNROLL = 10
+# A cohort is written out client by client up to this many clients, and up to
+# this many graph nodes in all its rounds. Measured on two cores: 10 clients of
+# the hyper-representation problem (42,000 nodes) take 0.09 s an epoch written
+# out and 0.14 s in a loop, but 11 s and not 5 s to compile; with N = 20 or with
+# loss tuning, beyond the bound, more than 30 s and not 11 s.
+_MAX_UNROLLED_CLIENTS = 10
+_MAX_UNROLLED_NODES = 42_000
 _MAX_FUNCTIONS = 64
 
 
@@ -36,6 +39,7 @@ class _Compiled(NamedTuple):
   block: tff.framework.ComputationBuildingBlock
   type_signature: tff.FunctionType
   key: bytes
+  num_nodes: int
 
 
 def _desugar(computation: tff.Computation):
@@ -60,6 +64,19 @@ def _fingerprint(block: tff.framework.ComputationBuildingBlock) -> bytes:
   tff.framework.transform_postorder(block, visit)
   digest.update(_shape_of(block).encode())
   return digest.digest()
+
+
+def _num_nodes(block: tff.framework.ComputationBuildingBlock) -> int:
+  """How large the graphs of all calls are."""
+  found = []
+
+  def visit(inner):
+    if isinstance(inner, tff.framework.CompiledComputation):
+      found.append(graphs.num_nodes(inner))
+    return inner, False
+
+  tff.framework.transform_postorder(block, visit)
+  return sum(found)
 
 
 def _shape_of(block: tff.framework.ComputationBuildingBlock) -> str:
@@ -91,14 +108,15 @@ class InProcessRuntime:
   def __init__(
       self,
       devices: Sequence[str] | None = None,
-      unroll: int = DEFAULT_UNROLL,
+      unroll: int | None = None,
   ):
     """Chooses the devices.
 
     Args:
       devices: Names such as 'GPU:0', over which the clients of a cohort are
         spread; `None` for every GPU, or else the CPU.
-      unroll: The largest cohort that is written out client by client.
+      unroll: The largest cohort that is written out client by client; `None`
+        to decide by the size of the computation.
     """
     self._devices = devices_lib.choose(devices)
     self._unroll = unroll
@@ -122,7 +140,7 @@ class InProcessRuntime:
     signature = compiled.type_signature
     arguments = _arguments(signature.parameter, argument)
     size = _cohort_size(arguments)
-    cohort = self._cohort(size or 0)
+    cohort = self._cohort(size or 0, compiled.num_nodes)
     feeds = []
     for value_type, value in arguments:
       feeds += _feed(cohort, value_type, value)
@@ -133,8 +151,15 @@ class InProcessRuntime:
         result, computation.type_signature.result
     )
 
-  def _cohort(self, size: int) -> Unrolled | Mapped:
-    kind = Unrolled if size <= self._unroll else Mapped
+  def _cohort(self, size: int, num_nodes: int) -> Unrolled | Mapped:
+    if self._unroll is not None:
+      unrolled = size <= self._unroll
+    else:
+      unrolled = (
+          size <= _MAX_UNROLLED_CLIENTS
+          and size * num_nodes <= _MAX_UNROLLED_NODES
+      )
+    kind = Unrolled if unrolled else Mapped
     return kind(size, self._devices)
 
   def _compile(self, computation: tff.Computation) -> _Compiled:
@@ -143,7 +168,9 @@ class InProcessRuntime:
       if found is not None and found[0] is computation:
         return found[1]
       block = _desugar(computation)
-      compiled = _Compiled(block, block.type_signature, _fingerprint(block))
+      compiled = _Compiled(
+          block, block.type_signature, _fingerprint(block), _num_nodes(block)
+      )
       # The computation is kept, so that its id stays its own.
       self._computations[id(computation)] = (computation, compiled)
       while len(self._computations) > _MAX_FUNCTIONS:
