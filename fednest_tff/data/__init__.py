@@ -1,0 +1,10 @@
+"""Images with labels, divided among clients."""
+
+from fednest_tff.data.federated import (
+    ArrayClientData,
+    FederatedImages,
+    federate,
+)
+from fednest_tff.data.images import DataError, LabelledImages
+from fednest_tff.data.partitions import PARTITIONS, long_tail, partition
+from fednest_tff.data.sources import DATASETS, load

@@ -1,0 +1,62 @@
+"""What every source of images gives, and the error that all of them raise."""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+
+class DataError(ValueError):
+  """Data or a flag about data is unusable; the message is a single line."""
+
+  def __init__(self, message: str):
+    super().__init__(' '.join(str(message).splitlines()))
+
+
+class LabelledImages(NamedTuple):
+  """Images with labels, not yet divided among clients.
+
+  Attributes:
+    train_images: float32 [n, height, width] in [0, 1]: ink 1, background 0.
+    train_labels: int32 [n].
+    test_images: As `train_images`.
+    test_labels: As `train_labels`.
+    num_classes: Labels lie in [0, num_classes).
+    train_writers: int32 [n], a number for each writer; `None` if the data does
+      not say who wrote what.
+    test_writers: As `train_writers`, with the same numbers.
+  """
+
+  train_images: np.ndarray
+  train_labels: np.ndarray
+  test_images: np.ndarray
+  test_labels: np.ndarray
+  num_classes: int
+  train_writers: np.ndarray | None = None
+  test_writers: np.ndarray | None = None
+
+
+def to_unit(images: np.ndarray) -> np.ndarray:
+  """From uint8 to float32 in [0, 1]."""
+  return images.astype(np.float32) / np.float32(255)
+
+
+def check_labels(where: str, labels: np.ndarray, num_classes: int) -> None:
+  """Raises a `DataError` unless all labels lie in [0, num_classes)."""
+  wrong = (labels < 0) | (labels >= num_classes)
+  if wrong.any():
+    raise DataError(
+        f'{where}: label {labels[wrong][0]} at position {np.argmax(wrong)} is'
+        f' outside of 0 to {num_classes - 1}; the file is damaged or of another'
+        ' data set.'
+    )
+
+
+def brief(error: BaseException) -> str:
+  """An error's type and the beginning of its message, in one line."""
+  # TensorFlow begins with the node of a graph.
+  text = re.sub(r'^\{\{.*?\}\}', '', str(error))
+  text = ' '.join(text.split())
+  if len(text) > 200:
+    text = text[:200] + '...'
+  return f'{type(error).__name__}: {text}' if text else type(error).__name__
