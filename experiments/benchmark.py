@@ -167,9 +167,9 @@ def _floor_epoch(setting: Setting, images, labels):
 
 def _build_process(setting: Setting) -> fednest_tff.FedNestProcess:
   if setting.problem == 'loss_tuning':
-    problem = learning_problems.loss_tuning()
+    problem, _ = learning_problems.loss_tuning()
   else:
-    problem = learning_problems.hyper_representation(
+    problem, _ = learning_problems.hyper_representation(
         setting.sizes, _RIDGE, declare_representation=setting.representation
     )
   return fednest_tff.build_fed_nest(

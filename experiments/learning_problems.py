@@ -1,11 +1,33 @@
-"""The paper's learning problems on labelled images (section 4)."""
+"""The paper's learning problems on labelled images (sections 4.1 and 4.2).
 
-from collections.abc import Sequence
+Each builder returns the problem and how to predict with what it has learnt. An
+example is a flat image (float32) and its label (int32).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 import fednest_tff
+
+# Enough for speed, and little memory for a network with convolutions.
+_PREDICTION_BATCH = 1000
+
+
+class LearningProblem(NamedTuple):
+  """A problem, and the classifier that its variables make up.
+
+  Attributes:
+    problem: The problem.
+    predict: `(weights, images) -> logits`, where `weights` has x as `outer` and
+      y as `inner`, as `get_model_weights` returns them, and the images may be
+      as many as memory holds.
+  """
+
+  problem: fednest_tff.Problem
+  predict: Callable[[fednest_tff.NestedWeights, np.ndarray], tf.Tensor]
 
 
 def element_spec(num_features: int) -> tuple[tf.TensorSpec, tf.TensorSpec]:
@@ -13,16 +35,31 @@ def element_spec(num_features: int) -> tuple[tf.TensorSpec, tf.TensorSpec]:
   return tf.TensorSpec([num_features], tf.float32), tf.TensorSpec([], tf.int32)
 
 
+def to_datasets(
+    clients: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> list[tf.data.Dataset]:
+  """One dataset of single examples per client, from (features, labels)."""
+  return [
+      tf.data.Dataset.from_tensor_slices((features, np.int32(labels)))
+      for features, labels in clients
+  ]
+
+
+def _uniform(shape: Sequence[int], bound: float, seed: int, salt: int, k: int):
+  """Layer k of network `salt`: weights and a bias, uniform in +-bound."""
+  key = tf.random.experimental.stateless_fold_in([seed, salt], k)
+  *inputs, outputs = shape
+  size = int(np.prod(inputs))
+  both = tf.random.stateless_uniform([size + 1, outputs], key, -bound, bound)
+  return {'weight': tf.reshape(both[:-1], shape), 'bias': both[-1]}
+
+
 def _initialize(sizes: Sequence[int], seed: int, salt: int) -> list[dict]:
-  """Weights and biases of dense layers, uniform in +-1/sqrt(inputs)."""
-  layers = []
-  for k, (inputs, outputs) in enumerate(zip(sizes, sizes[1:], strict=False)):
-    key = tf.random.experimental.stateless_fold_in([seed, salt], k)
-    bound = 1 / np.sqrt(inputs)
-    shape = [inputs + 1, outputs]
-    both = tf.random.stateless_uniform(shape, key, -bound, bound)
-    layers.append({'weight': both[:-1], 'bias': both[-1]})
-  return layers
+  """Dense layers of these widths, inputs first, within 1/sqrt(inputs)."""
+  return [
+      _uniform(pair, 1 / np.sqrt(pair[0]), seed, salt, k)
+      for k, pair in enumerate(zip(sizes, sizes[1:], strict=False))
+  ]
 
 
 def _dense(layer: dict, inputs: tf.Tensor) -> tf.Tensor:
@@ -39,12 +76,74 @@ def _cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
   return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
 
 
+def _penalty(ridge: float, variable) -> tf.Tensor:
+  squares = [tf.reduce_sum(leaf**2) for leaf in tf.nest.flatten(variable)]
+  return ridge * tf.add_n(squares)
+
+
+def _predictor(logits):
+  """`predict` from `logits(x, y, images)`, part by part."""
+
+  def predict(weights, images):
+    parts = [
+        logits(
+            weights.outer, weights.inner, images[k : k + _PREDICTION_BATCH]
+        )
+        for k in range(0, max(len(images), 1), _PREDICTION_BATCH)
+    ]
+    return tf.concat(parts, axis=0)
+
+  return predict
+
+
+def _with_head(
+    backbone: Callable[..., tf.Tensor],
+    init_outer: Callable[[int], list[dict]],
+    num_pixels: int,
+    head: tuple[int, int],
+    ridge: float,
+    split: float,
+    declare_representation: bool,
+) -> LearningProblem:
+  """x is what `backbone(x, images)` takes, y a dense layer of sizes `head`."""
+
+  def represent(x, batch):
+    images, labels = batch
+    return backbone(x, images), labels
+
+  def outer_loss(x, y, features):
+    return tf.reduce_mean(_cross_entropy(_dense(y, features[0]), features[1]))
+
+  def inner_loss(x, y, features):
+    return outer_loss(x, y, features) + _penalty(ridge, y)
+
+  if declare_representation:
+    losses, representation = (outer_loss, inner_loss), represent
+  else:
+    losses = tuple(
+        lambda x, y, batch, loss=loss: loss(x, y, represent(x, batch))
+        for loss in (outer_loss, inner_loss)
+    )
+    representation = None
+  problem = fednest_tff.bilevel(
+      *losses,
+      init_outer,
+      lambda seed: _initialize(head, seed, 2)[0],
+      element_spec(num_pixels),
+      split=split,
+      representation=representation,
+  )
+  return LearningProblem(
+      problem, _predictor(lambda x, y, images: _dense(y, backbone(x, images)))
+  )
+
+
 def hyper_representation(
     sizes: Sequence[int] = (784, 200, 10),
     ridge: float = 0.005,
     split: float = 0.5,
     declare_representation: bool = True,
-) -> fednest_tff.Problem:
+) -> LearningProblem:
   """The backbone is x, judged on validation data; the head is y (section 4.1).
 
   Args:
@@ -56,41 +155,99 @@ def hyper_representation(
       fixed. The numbers are the same.
 
   Returns:
-    The problem.
+    The problem and its classifier.
   """
-
-  def represent(x, batch):
-    images, labels = batch
-    return _hidden(x, images), labels
-
-  def fit(y, features):
-    return tf.reduce_mean(_cross_entropy(_dense(y, features[0]), features[1]))
-
-  def penalty(y):
-    squares = [tf.reduce_sum(leaf**2) for leaf in y.values()]
-    return ridge * tf.add_n(squares)
-
-  def outer_loss(x, y, features):
-    return fit(y, features)
-
-  def inner_loss(x, y, features):
-    return fit(y, features) + penalty(y)
-
-  if declare_representation:
-    losses, representation = (outer_loss, inner_loss), represent
-  else:
-    losses = tuple(
-        lambda x, y, batch, loss=loss: loss(x, y, represent(x, batch))
-        for loss in (outer_loss, inner_loss)
-    )
-    representation = None
-  return fednest_tff.bilevel(
-      *losses,
+  return _with_head(
+      _hidden,
       lambda seed: _initialize(sizes[:-1], seed, 1),
-      lambda seed: _initialize(sizes[-2:], seed, 2)[0],
-      element_spec(sizes[0]),
-      split=split,
-      representation=representation,
+      sizes[0],
+      tuple(sizes[-2:]),
+      ridge,
+      split,
+      declare_representation,
+  )
+
+
+def convolutional_representation(
+    image_shape: Sequence[int] = (28, 28),
+    num_classes: int = 10,
+    channels: Sequence[int] = (16, 32),
+    features: int = 64,
+    ridge: float = 0.005,
+    split: float = 0.5,
+    declare_representation: bool = True,
+) -> LearningProblem:
+  """`hyper_representation` with a small convolutional network as x.
+
+  Each convolution is 3x3 with ReLU and 2x2 max-pooling; a dense layer of
+  `features` units with ReLU follows.
+
+  Args:
+    image_shape: Height and width of an image, and its channels unless 1.
+    num_classes: Of the head.
+    channels: Output channels of the convolutions.
+    features: What the head takes.
+    ridge: As in `hyper_representation`.
+    split: As in `hyper_representation`.
+    declare_representation: As in `hyper_representation`.
+
+  Returns:
+    The problem and its classifier.
+  """
+  height, width, depth = (*image_shape, 1)[:3]
+  depths = [depth, *channels]
+  # Pooling rounds up.
+  pooled = [-(-side // 2 ** len(channels)) for side in (height, width)]
+
+  size = pooled[0] * pooled[1] * depths[-1]
+  shapes = [(3, 3, *pair) for pair in zip(depths, channels, strict=False)]
+  shapes.append((size, features))
+
+  def init_outer(seed):
+    # More rectified layers than the paper's network has: these bounds keep the
+    # variance from layer to layer (He et al., 2015), or learning starts slowly.
+    return [
+        _uniform(shape, np.sqrt(6 / np.prod(shape[:-1])), seed, 1, k)
+        for k, shape in enumerate(shapes)
+    ]
+
+  def backbone(x, images):
+    maps = tf.reshape(images, [-1, height, width, depth])
+    for layer in x[:-1]:
+      maps = tf.nn.conv2d(maps, layer['weight'], 1, 'SAME') + layer['bias']
+      maps = tf.nn.max_pool2d(tf.nn.relu(maps), 2, 2, 'SAME')
+    flat = tf.reshape(maps, [-1, np.prod(maps.shape[1:])])
+    return _hidden(x[-1:], flat)
+
+  return _with_head(
+      backbone,
+      init_outer,
+      height * width * depth,
+      (features, num_classes),
+      ridge,
+      split,
+      declare_representation,
+  )
+
+
+def balanced_class_weights(
+    labels: Sequence[np.ndarray], num_classes: int
+) -> np.ndarray:
+  """Weights with which the mean over clients gives every class one vote.
+
+  Args:
+    labels: Each client's labels. Clients count alike, however many they have.
+    num_classes: K.
+
+  Returns:
+    1 / (K share) for each class, and 0 for those that no client has.
+  """
+  shares = np.mean(
+      [np.bincount(one, minlength=num_classes) / len(one) for one in labels],
+      axis=0,
+  )
+  return np.divide(
+      1 / num_classes, shares, out=np.zeros(num_classes), where=shares > 0
   )
 
 
@@ -99,20 +256,25 @@ def loss_tuning(
     ridge: float = 1e-3,
     split: float = 0.8,
     class_weights: Sequence[float] | None = None,
-) -> fednest_tff.Problem:
+    tune_class_weights: bool = False,
+) -> LearningProblem:
   """The VS-loss is x, the whole classifier y (section 4.2).
 
-  The inner loss is the cross-entropy of logits that x scales and shifts class
-  by class; the outer one is balanced over the classes.
+  The inner loss of an example of class c with logits o is the VS-loss,
+  -omega_c log softmax(Delta * o + iota)_c, where x holds Delta ('scale'), iota
+  ('shift') and, if asked for, omega ('weight'), an entry per class; the outer
+  one is the cross-entropy, balanced over the classes.
 
   Args:
     sizes: Widths of the classifier's layers, inputs first.
     ridge: Weight of the squared norm of the classifier in the inner loss.
     split: The part of a client's examples that trains the classifier.
-    class_weights: Weights of the classes in the outer loss; `None` for 1.
+    class_weights: Weights of the classes in the outer loss, such as those of
+      `balanced_class_weights`; `None` for 1.
+    tune_class_weights: Whether x has omega, too.
 
   Returns:
-    The problem.
+    The problem and its classifier, which uses plain logits.
   """
   num_classes = sizes[-1]
   # Not a tensor: TFF traces losses into graphs of its own.
@@ -123,6 +285,18 @@ def loss_tuning(
   def logits(y, images):
     return _dense(y[-1], _hidden(y[:-1], images))
 
+  def vs_loss(x, outputs, labels):
+    # x = 0 is the plain cross-entropy (Delta = 1, iota = 0, omega = 1), from
+    # which tuning starts and which a run without tuning keeps. Delta stays
+    # below 2, because the inner Hessian grows with its square and l has to
+    # bound that; omega is positive without a bound, for the rarest classes.
+    scaled = 2 * tf.sigmoid(x['scale']) * outputs + x['shift']
+    losses = _cross_entropy(scaled, labels)
+    if tune_class_weights:
+      omega = tf.nn.softplus(x['weight']) / np.float32(np.log(2))
+      losses *= tf.gather(omega, labels)
+    return tf.reduce_mean(losses)
+
   def outer_loss(x, y, batch):
     images, labels = batch
     losses = _cross_entropy(logits(y, images), labels)
@@ -130,19 +304,32 @@ def loss_tuning(
 
   def inner_loss(x, y, batch):
     images, labels = batch
-    scaled = tf.sigmoid(x['scale']) * logits(y, images) + x['shift']
-    squares = [tf.reduce_sum(leaf**2) for leaf in tf.nest.flatten(y)]
-    penalty = ridge * tf.add_n(squares)
-    return tf.reduce_mean(_cross_entropy(scaled, labels)) + penalty
+    return vs_loss(x, logits(y, images), labels) + _penalty(ridge, y)
 
-  return fednest_tff.bilevel(
+  names = ['scale', 'shift'] + ['weight'] * tune_class_weights
+  problem = fednest_tff.bilevel(
       outer_loss,
       inner_loss,
-      lambda seed: {
-          'scale': tf.ones([num_classes]),
-          'shift': tf.zeros([num_classes]),
-      },
+      lambda seed: {name: tf.zeros([num_classes]) for name in names},
       lambda seed: _initialize(sizes, seed, 3),
       element_spec(sizes[0]),
       split=split,
   )
+  return LearningProblem(
+      problem, _predictor(lambda x, y, images: logits(y, images))
+  )
+
+
+def accuracy(logits: tf.Tensor, labels: np.ndarray) -> float:
+  """The share of examples whose largest logit is that of their label."""
+  return float(np.mean(np.argmax(logits, axis=-1) == np.asarray(labels)))
+
+
+def balanced_accuracy(
+    logits: tf.Tensor, labels: np.ndarray, num_classes: int
+) -> float:
+  """The mean over the classes, of those that occur, of their accuracy."""
+  hits = np.argmax(logits, axis=-1) == np.asarray(labels)
+  counts = np.bincount(labels, minlength=num_classes)
+  right = np.bincount(labels, weights=hits, minlength=num_classes)
+  return float(np.mean(right[counts > 0] / counts[counts > 0]))

@@ -24,3 +24,23 @@ def native_runtime():
     worker.kill()
     worker.wait(timeout=10)
   assert not psutil.Process().children(recursive=True), 'left behind'
+
+
+@pytest.fixture(scope='session')
+def in_process_context():
+  """One runtime for all that ask: quick to compile, and it keeps what it has.
+
+  TFF is imported only by those who use it.
+  """
+  from fednest_tff.runtime import in_process
+
+  return in_process.InProcessContext(in_process.InProcessRuntime(unroll=0))
+
+
+@pytest.fixture
+def in_process(in_process_context):
+  """Runs a test in process; afterwards the previous context is back."""
+  import tensorflow_federated as tff
+
+  with tff.framework.get_context_stack().install(in_process_context):
+    yield
