@@ -333,3 +333,8 @@ def balanced_accuracy(
   counts = np.bincount(labels, minlength=num_classes)
   right = np.bincount(labels, weights=hits, minlength=num_classes)
   return float(np.mean(right[counts > 0] / counts[counts > 0]))
+
+
+def mean_loss(logits: tf.Tensor, labels: np.ndarray) -> float:
+  """The mean cross-entropy."""
+  return float(tf.reduce_mean(_cross_entropy(logits, labels)))

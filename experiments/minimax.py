@@ -1,0 +1,143 @@
+r"""Minimax problems (section 4.3).
+
+  python -m experiments.minimax --method=fednest,lfednest,fedavg_s \
+      --spread=10 --output_dir=outputs/minimax
+
+`--problem=saddle` is the paper's, whose saddle point is known in closed form;
+`--problem=robust_regression` is a logistic regression that is to be good for
+every client: the maximising variable weighs the clients.
+"""
+
+import numpy as np
+
+from experiments import (
+    closed_form,
+    image_clients,
+    logistic_regression,
+    nested,
+    program,
+    robust_regression,
+)
+from experiments.settings import Settings
+import fednest_tff
+from fednest_tff import simulation
+
+_METHOD = {
+    name: value
+    for name, value in nested.METHOD.items()
+    # Without an inverse Hessian there is nothing to solve.
+    if name not in ('neumann_terms', 'ihgp', 'smoothness')
+}
+_DEFAULTS = dict(problem='saddle')
+_VARIANTS = dict(
+    saddle=_METHOD | dict(
+        num_clients=100,
+        clients_per_round=None,
+        dimension=10,
+        spread=1.0,
+        coupling=0.1,
+        ridge=10.0,
+        inner_local_steps=5,
+        inner_learning_rate=0.1,
+        outer_learning_rate=0.05,
+    ),
+    robust_regression=image_clients.DATA | _METHOD | dict(
+        partition='shards',
+        rho=3.0,
+        ridge=0.01,
+        inner_local_steps=5,
+        inner_learning_rate=0.1,
+        outer_learning_rate=0.3,
+    ),
+)
+
+
+def _distance(a, b) -> float:
+  return float(np.linalg.norm(np.asarray(a) - b))
+
+
+def _saddle(settings: Settings, seed: int) -> simulation.Trial:
+  case = closed_form.saddle(
+      settings.num_clients,
+      settings.dimension,
+      settings.spread,
+      settings.ridge,
+      settings.coupling,
+      seed=seed,
+  )
+  size = settings.clients_per_round or settings.num_clients
+  return simulation.Trial(
+      lambda method: nested.build(case.problem, method, settings, seed),
+      image_clients.make_cohort(case.datasets, size, seed),
+      lambda weights: {
+          'x_distance': _distance(weights.outer, case.outer),
+          'y_distance': _distance(weights.inner, case.inner),
+      },
+      size,
+  )
+
+
+def _robust_regression(settings: Settings, seed: int) -> simulation.Trial:
+  images = image_clients.make_data(settings, seed)
+  clients = list(images.arrays.values())
+  datasets = robust_regression.to_datasets(clients)
+  size = image_clients.cohort_size(settings, len(clients))
+  problem = robust_regression.robust_regression(
+      len(clients),
+      images.test_images.shape[1],
+      images.num_classes,
+      settings.rho,
+      settings.ridge,
+  )
+
+  def evaluate(weights):
+    x, y = weights.outer, weights.inner
+    losses = robust_regression.client_losses(x, clients)
+    logits = logistic_regression.logits(x, images.test_images)
+    return {
+        'worst_client_loss': float(losses.max()),
+        'mean_client_loss': float(losses.mean()),
+        'worst_client_accuracy': robust_regression.worst_client_accuracy(
+            x, clients
+        ),
+        'test_accuracy': float(
+            np.mean(np.argmax(logits, axis=1) == images.test_labels)
+        ),
+        'y_distance': _distance(
+            y, robust_regression.best_response(x, clients, settings.rho)
+        ),
+    }
+
+  return simulation.Trial(
+      lambda method: nested.build(problem, method, settings, seed),
+      image_clients.make_cohort(datasets, size, seed),
+      evaluate,
+      size,
+  )
+
+
+def make_trial(settings: Settings, seed: int) -> simulation.Trial:
+  """Clients, problem and evaluation of one seed."""
+  if settings.problem == 'saddle':
+    return _saddle(settings, seed)
+  return _robust_regression(settings, seed)
+
+
+def _curve(settings: Settings) -> simulation.Curve:
+  if settings.problem == 'saddle':
+    return simulation.Curve('x_distance', '|x - x*|', logarithmic=True)
+  return simulation.Curve('worst_client_loss', 'loss of the worst client')
+
+
+EXPERIMENT = program.Experiment(
+    'minimax',
+    'Minimax',
+    fednest_tff.METHODS,
+    _DEFAULTS,
+    make_trial,
+    _curve,
+    _VARIANTS,
+)
+
+if __name__ == '__main__':
+  program.run(EXPERIMENT)

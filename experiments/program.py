@@ -1,0 +1,342 @@
+"""What every experiment binary does: flags, runs, files, plot, exit codes.
+
+Exit codes: 0; 2 for bad input, with one line that names it; 3 for numbers that
+are not finite; 130 after Ctrl-C (143 after SIGTERM), with the state saved.
+"""
+
+import collections
+from collections.abc import Callable
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+from absl import app, flags, logging
+import tensorflow_federated as tff
+
+from experiments import settings as settings_lib
+import fednest_tff
+from fednest_tff import data, simulation
+from fednest_tff.runtime import driver
+
+FLAGS = flags.FLAGS
+_PACKAGES = (
+    'tensorflow', 'tensorflow-federated', 'tensorflow-datasets', 'numpy'
+)
+
+
+class Experiment(NamedTuple):
+  """What a binary is made of.
+
+  Attributes:
+    name: Of the module.
+    title: For people.
+    methods: That it can run.
+    defaults: Its flags, besides the common ones, and their defaults.
+    make_trial: From settings and a seed to what is run.
+    curve: From settings to what the plot shows.
+    variants: Further flags for each value of `--problem`, if it has several.
+  """
+
+  name: str
+  title: str
+  methods: tuple[str, ...]
+  defaults: dict[str, Any]
+  make_trial: Callable[[settings_lib.Settings, int], simulation.Trial]
+  curve: Callable[[settings_lib.Settings], simulation.Curve]
+  variants: dict[str, dict[str, Any]] = {}
+
+  def resolve(self, given: dict[str, Any]) -> settings_lib.Settings:
+    """All settings, from those that were chosen."""
+    defaults = dict(self.defaults)
+    name = self.name
+    if self.variants:
+      problem = given.get('problem', defaults['problem'])
+      if problem not in self.variants:
+        raise settings_lib.SettingsError(
+            f'--problem={problem} is none of {", ".join(self.variants)}'
+        )
+      defaults |= self.variants[problem]
+      name = f'{name} --problem={problem}'
+    return settings_lib.resolve(name, defaults, given)
+
+  def flags(self) -> dict[str, Any]:
+    """All flags that it may have, and a default of each."""
+    found = dict(settings_lib.COMMON)
+    for defaults in (*self.variants.values(), self.defaults):
+      found |= defaults
+    return found
+
+
+class _NoRuntime(tff.framework.SyncContext):
+  """Stands in for TFF's default, which complains when Python ends."""
+
+  def invoke(self, comp, arg):
+    raise RuntimeError('Choose a runtime first: fednest_tff.use_runtime.')
+
+
+def _commit() -> str:
+  """The commit of this code; empty if it is not in a repository."""
+  here = os.path.dirname(os.path.abspath(__file__))
+  found = subprocess.run(
+      ['git', 'describe', '--always', '--dirty', '--abbrev=40'],
+      cwd=here, capture_output=True, text=True, check=False,
+  )
+  return found.stdout.strip()
+
+
+def about() -> dict[str, Any]:
+  """What `config.json` tells besides the flags."""
+  versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  return {
+      'versions': {
+          'fednest_tff': fednest_tff.__version__,
+          'python': platform.python_version(),
+          **versions,
+      },
+      'commit': _commit(),
+      'started': datetime.datetime.now().isoformat(timespec='seconds'),
+      'command': shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+  }
+
+
+def use_runtime(settings: settings_lib.Settings) -> None:
+  """Makes the chosen runtime TFF's default."""
+  options = {}
+  if settings.runtime == 'in_process':
+    options = dict(devices=settings.devices, unroll=settings.unroll)
+  elif settings.runtime == 'workers':
+    options = dict(workers=settings.workers)
+  try:
+    fednest_tff.use_runtime(settings.runtime, **options)
+  except ValueError as error:
+    raise settings_lib.SettingsError(str(error)) from error
+
+
+class _Driven:
+  """A process whose rounds run one by one, as several workers want it."""
+
+  def __init__(self, process):
+    self._driver = driver.build_driver(process)
+    self.process = process
+    self.initialize = process.initialize
+    self.get_model_weights = process.get_model_weights
+
+  def next(self, state, cohort):
+    return self._driver.next(state, cohort)
+
+
+def _trial(experiment, settings, seed) -> simulation.Trial:
+  """A trial whose builder names bad settings in one line."""
+  try:
+    trial = experiment.make_trial(settings, seed)
+  except ValueError as error:
+    raise settings_lib.SettingsError(str(error)) from error
+
+  def build(method):
+    try:
+      process = trial.build(method)
+    except ValueError as error:
+      raise settings_lib.SettingsError(str(error)) from error
+    if settings.runtime == 'workers':
+      return _Driven(process)
+    return process
+
+  return trial._replace(build=build)
+
+
+def _runs(experiment, settings) -> list[tuple[str, int]]:
+  for method in settings.method:
+    if method not in experiment.methods:
+      raise settings_lib.SettingsError(
+          f'--method={method} is none of {", ".join(experiment.methods)}'
+      )
+  if len(set(settings.method)) != len(settings.method):
+    raise settings_lib.SettingsError('--method names a method twice')
+  return [
+      (method, settings.seed + k)
+      for k in range(settings.seeds)
+      for method in settings.method
+  ]
+
+
+def execute(
+    experiment: Experiment, settings: settings_lib.Settings, directory
+) -> dict[str, list[list[dict[str, Any]]]]:
+  """Runs all methods and seeds in an open directory; those done are read.
+
+  A single run has the directory for itself; several have one each in `runs/`.
+
+  Args:
+    experiment: What to run.
+    settings: Its settings.
+    directory: An open `simulation.RunDirectory`.
+
+  Returns:
+    For each method the rows of its runs, one list per seed.
+  """
+  runs = _runs(experiment, settings)
+  results = collections.defaultdict(list)
+  trials = {}
+  for k, (method, seed) in enumerate(runs):
+    path = directory.path
+    if len(runs) > 1:
+      path = directory.join('runs', f'{method}-seed{seed}')
+    metrics = os.path.join(path, 'metrics.csv')
+    rows = simulation.read_rows(metrics) if os.path.exists(metrics) else []
+    if not rows or rows[-1].get('epoch') != settings.epochs:
+      if seed not in trials:
+        trials = {seed: _trial(experiment, settings, seed)}
+      os.makedirs(path, exist_ok=True)
+      title = f'{method}, seed {seed}'
+      if len(runs) > 1:
+        title = f'[{k + 1}/{len(runs)}] {title}'
+      rows = simulation.train(
+          trials[seed],
+          method,
+          settings.epochs,
+          path,
+          seed=seed,
+          epochs_per_evaluation=settings.epochs_per_evaluation,
+          epochs_per_checkpoint=settings.epochs_per_checkpoint,
+          title=title,
+      )
+    results[method].append(rows)
+  return dict(results)
+
+
+def _summary(results: dict[str, list]) -> dict[str, Any]:
+  """Mean and standard deviation over the seeds of last and best values."""
+  found = {}
+  for method, runs in results.items():
+    parts = [simulation.summarize(rows) for rows in runs]
+    found[method] = {
+        name: {
+            f'{key}{suffix}': function([part[name][key] for part in parts])
+            for key in ('last', 'best', 'best_epoch')
+            for suffix, function in (
+                ('', statistics.fmean), ('_std', statistics.pstdev)
+            )
+        }
+        for name in parts[0]
+        if all(name in part for part in parts)
+    }
+  return {'num_seeds': len(next(iter(results.values()))), 'methods': found}
+
+
+def _table(results: dict[str, list], curve: simulation.Curve) -> str:
+  """Methods in rows: the curve's last value, what it cost."""
+  header = [
+      'method', curve.label, 'rounds', 'MB up', 'MB down', 's/epoch', 's total'
+  ]
+  table = [header]
+  for method, runs in results.items():
+    lasts = [
+        next(r[curve.column] for r in reversed(rows) if curve.column in r)
+        for rows in runs
+    ]
+    shown = f'{statistics.fmean(lasts):.4g}'
+    if len(lasts) > 1:
+      shown += f' ± {statistics.pstdev(lasts):.2g}'
+    rows = runs[0]
+    seconds = [row['seconds'] for rows in runs for row in rows]
+    table.append([
+        method,
+        shown,
+        f'{rows[-1]["communication_rounds"]:,}',
+        f'{rows[-1]["bytes_up"] / 1e6:,.1f}',
+        f'{rows[-1]["bytes_down"] / 1e6:,.1f}',
+        f'{statistics.median(seconds):.3f}',
+        f'{sum(seconds) / len(runs):.0f}',
+    ])
+  widths = [max(len(row[k]) for row in table) for k in range(len(header))]
+  return '\n'.join(
+      '  '.join(
+          [row[0].ljust(widths[0])]
+          + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
+      )
+      for row in table
+  )
+
+
+def run_in(
+    experiment: Experiment,
+    settings: settings_lib.Settings,
+    output_dir: str,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> dict[str, list[list[dict[str, Any]]]]:
+  """All of an experiment: runs, `metrics.csv`, `summary.json`, plot, table."""
+  _runs(experiment, settings)
+  chosen = {'experiment': experiment.name, **vars(settings)}
+  with simulation.RunDirectory(
+      output_dir, chosen, about(), overwrite
+  ) as directory:
+    use_runtime(settings)
+    results = execute(experiment, settings, directory)
+    curve = experiment.curve(settings)
+    if sum(len(runs) for runs in results.values()) > 1:
+      every = [
+          row for runs in results.values() for rows in runs for row in rows
+      ]
+      simulation.write_rows(directory.join('metrics.csv'), every)
+    simulation.write_json(directory.join('summary.json'), _summary(results))
+    plot = simulation.draw(
+        results, curve, directory.join('plot'), experiment.title
+    )
+  if not quiet:
+    print(_table(results, curve))
+    print(f'plot: {plot}')
+  return results
+
+
+def main(experiment: Experiment, argv: list[str]) -> int:
+  """Runs an experiment as its flags say; returns the exit code."""
+  logging.set_verbosity(logging.WARNING)
+  try:
+    if len(argv) > 1:
+      raise settings_lib.SettingsError(f'unexpected argument {argv[1]!r}')
+    given = settings_lib.given_by_flags()
+    overwrite = given.pop('overwrite', False)
+    output_dir = given.pop('output_dir', f'outputs/{experiment.name}')
+    run_in(experiment, experiment.resolve(given), output_dir, overwrite)
+  except (
+      settings_lib.SettingsError, data.DataError, simulation.RunError
+  ) as error:
+    return _end(error, 2)
+  except simulation.NonFiniteError as error:
+    return _end(error, 3)
+  except simulation.StoppedError as error:
+    return _end(error, 128 + error.signal_number)
+  except KeyboardInterrupt:
+    return _end('interrupted; the last checkpoint is kept', 130)
+  return 0
+
+
+def _end(error: Any, code: int) -> int:
+  line = ' '.join(str(error).split())
+  print(f'error: {line}' if code < 128 else line, file=sys.stderr)
+  return code
+
+
+def run(experiment: Experiment) -> None:
+  """The `__main__` of a binary; does not return."""
+  tff.framework.set_default_context(_NoRuntime())
+  defaults = experiment.flags()
+  for name in (*defaults, *settings_lib.PLACES):
+    FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
+    if name in defaults and not experiment.variants:
+      FLAGS.set_default(name, defaults[name])
+
+  def parse(argv):
+    try:
+      return FLAGS(argv)
+    except flags.Error as error:
+      sys.exit(_end(error, 2))
+
+  app.run(lambda argv: sys.exit(main(experiment, argv)), flags_parser=parse)

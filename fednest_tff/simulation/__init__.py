@@ -1,0 +1,11 @@
+"""Runs of iterative processes that survive being killed, and their curves."""
+
+from fednest_tff.simulation.errors import (
+    NonFiniteError,
+    RunError,
+    StoppedError,
+)
+from fednest_tff.simulation.plots import Curve, draw
+from fednest_tff.simulation.records import read_rows, summarize, write_rows
+from fednest_tff.simulation.run_directory import RunDirectory, write_json
+from fednest_tff.simulation.training import Trial, train

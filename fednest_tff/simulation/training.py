@@ -1,0 +1,195 @@
+"""A run: a process over epochs, recorded, checkpointed, and resumed.
+
+TFF's training loop does the work. Cohorts are a function of the epoch alone and
+all randomness is in the state, so a run that was killed and started again ends
+with the numbers of one that was not.
+"""
+
+import asyncio
+from collections.abc import Callable
+import signal
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+import tensorflow_federated as tff
+import tqdm
+
+from fednest_tff.algorithms.communication import communication_cost
+from fednest_tff.simulation import checkpoints, errors, records
+
+
+class Trial(NamedTuple):
+  """What one seed of an experiment is made of.
+
+  Attributes:
+    build: From a method's name to its process.
+    cohort: From an epoch (1, 2, ...) to the datasets of its clients; the same
+      whenever it is asked.
+    evaluate: From what a process has learnt (`get_model_weights`) to numbers.
+    cohort_size: How many clients take part in an epoch.
+  """
+
+  build: Callable[[str], tff.learning.templates.LearningProcess]
+  cohort: Callable[[int], list]
+  evaluate: Callable[[Any], dict[str, float]]
+  cohort_size: int
+
+
+class _Watched:
+  """A process for TFF's loop that remembers its last state.
+
+  It also turns an error of `next` about something that is not finite into a
+  `NonFiniteError`.
+  """
+
+  def __init__(self, process):
+    self._process = process
+    self.state = None
+    self.epoch = 0
+
+  def initialize(self):
+    return self._process.initialize()
+
+  def next(self, state, cohort):
+    try:
+      output = self._process.next(state, cohort)
+    except tf.errors.InvalidArgumentError as error:
+      reason = _not_finite(error)
+      if reason is None:
+        raise
+      raise errors.NonFiniteError(f'epoch {self.epoch}: {reason}') from error
+    self.state = output.state
+    return output.state, output.metrics
+
+
+def _not_finite(error: tf.errors.OpError) -> str | None:
+  """The line of `error` that tells what is not finite."""
+  for line in error.message.splitlines():
+    if 'not finite' in line or 'Inf' in line or 'NaN' in line:
+      return line.split(' : Tensor had')[0].strip()
+  return None
+
+
+class _Signals:
+  """Notes SIGINT and SIGTERM instead of stopping in the middle of an epoch.
+
+  A second one stops at once.
+  """
+
+  def __init__(self):
+    self.received = None
+    self._previous = {}
+
+  def __enter__(self):
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGINT, signal.SIGTERM):
+        self._previous[number] = signal.signal(number, self._note)
+    return self
+
+  def _note(self, number, frame):
+    del frame
+    if self.received is not None:
+      raise KeyboardInterrupt
+    self.received = number
+
+  def __exit__(self, *error):
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+  """The loop that TFF's training loop will ask for."""
+  loop = asyncio.new_event_loop()
+  asyncio.set_event_loop(loop)
+  return loop
+
+
+def train(
+    trial: Trial,
+    method: str,
+    epochs: int,
+    directory: str,
+    *,
+    seed: int = 0,
+    epochs_per_evaluation: int = 1,
+    epochs_per_checkpoint: int = 10,
+    title: str = '',
+) -> list[dict[str, Any]]:
+  """Runs one method to its last epoch, from where it stopped if it did.
+
+  Args:
+    trial: The problem, its data and its evaluation.
+    method: What `trial.build` is asked for.
+    epochs: K.
+    directory: Where `metrics.csv`, `checkpoints/` and `tensorboard/` go.
+    seed: The seed of the trial, for the records.
+    epochs_per_evaluation: How often the evaluation runs.
+    epochs_per_checkpoint: How often the state is saved. It is also saved at the
+      end, and when a signal asks the run to stop.
+    title: What the progress bar says.
+
+  Returns:
+    The rows of `metrics.csv`.
+
+  Raises:
+    NonFiniteError: If something is not finite, after recording it.
+    StoppedError: After SIGINT or SIGTERM, at the end of the epoch.
+    RunError: If a file cannot be written.
+  """
+  process = trial.build(method)
+  watched = _Watched(process)
+  manager = checkpoints.Checkpoints(directory)
+  loop = _event_loop()
+  with errors.file_errors(directory):
+    recorder = records.Recorder(
+        directory,
+        {'method': method, 'seed': seed},
+        communication_cost(process),
+        trial.cohort_size,
+    )
+  with (
+      _Signals() as signals,
+      tqdm.tqdm(
+          total=epochs,
+          desc=title or method,
+          unit='epoch',
+          disable=not sys.stderr.isatty(),
+          leave=False,
+      ) as progress,
+  ):
+
+    def cohort(epoch):
+      progress.update(epoch - 1 - progress.n)
+      if signals.received is not None:
+        if watched.state is not None:
+          loop.run_until_complete(manager.save(watched.state, epoch - 1))
+        raise errors.StoppedError(
+            f'stopped after epoch {epoch - 1} of {epochs}; run the same command'
+            ' again to go on',
+            signals.received,
+        )
+      watched.epoch = epoch
+      return trial.cohort(epoch)
+
+    def evaluate(state, _):
+      return trial.evaluate(process.get_model_weights(state))
+
+    try:
+      state = tff.simulation.run_training_process(
+          watched,
+          cohort,
+          epochs,
+          evaluation_fn=evaluate,
+          evaluation_selection_fn=lambda epoch: None,
+          rounds_per_evaluation=epochs_per_evaluation,
+          program_state_manager=manager,
+          rounds_per_saving_program_state=epochs_per_checkpoint,
+          metrics_managers=[recorder],
+      )
+      loop.run_until_complete(manager.save(state, epochs))
+    finally:
+      loop.close()
+      asyncio.set_event_loop(None)
+  return records.read_rows(recorder.path)
