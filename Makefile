@@ -52,7 +52,8 @@ help:  ## List the targets.
 
 .PHONY: demo
 demo: venv  ## Run the demonstration.
-	@$(RUN) -m experiments.demo $(DEMO_ARGS)
+	@$(RUN) -m experiments.hyper_representation \
+	  --flagfile=experiments/presets/demo.flags $(DEMO_ARGS)
 
 .PHONY: test
 test: venv  ## Run the tests; PYTEST_ARGS is passed on to pytest.

@@ -8,6 +8,7 @@ import collections
 from collections.abc import Callable
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -28,6 +29,10 @@ FLAGS = flags.FLAGS
 _PACKAGES = (
     'tensorflow', 'tensorflow-federated', 'tensorflow-datasets', 'numpy'
 )
+_NOT_FINITE = 'not_finite.json'
+
+# For each method the rows of its runs, one list per seed.
+Results = dict[str, list[list[dict[str, Any]]]]
 
 
 class Experiment(NamedTuple):
@@ -167,7 +172,7 @@ def _runs(experiment, settings) -> list[tuple[str, int]]:
 
 def execute(
     experiment: Experiment, settings: settings_lib.Settings, directory
-) -> dict[str, list[list[dict[str, Any]]]]:
+) -> tuple[Results, dict[tuple[str, int], str]]:
   """Runs all methods and seeds in an open directory; those done are read.
 
   A single run has the directory for itself; several have one each in `runs/`.
@@ -178,36 +183,47 @@ def execute(
     directory: An open `simulation.RunDirectory`.
 
   Returns:
-    For each method the rows of its runs, one list per seed.
+    For each method the rows of its runs, one list per seed; and, for the runs
+    that did not end because something was not finite, what it was.
   """
   runs = _runs(experiment, settings)
-  results = collections.defaultdict(list)
+  results, failures = collections.defaultdict(list), {}
   trials = {}
   for k, (method, seed) in enumerate(runs):
     path = directory.path
     if len(runs) > 1:
       path = directory.join('runs', f'{method}-seed{seed}')
     metrics = os.path.join(path, 'metrics.csv')
+    failed = os.path.join(path, _NOT_FINITE)
     rows = simulation.read_rows(metrics) if os.path.exists(metrics) else []
-    if not rows or rows[-1].get('epoch') != settings.epochs:
+    done = bool(rows) and rows[-1].get('epoch') == settings.epochs
+    if not done and not os.path.exists(failed):
       if seed not in trials:
         trials = {seed: _trial(experiment, settings, seed)}
       os.makedirs(path, exist_ok=True)
       title = f'{method}, seed {seed}'
       if len(runs) > 1:
         title = f'[{k + 1}/{len(runs)}] {title}'
-      rows = simulation.train(
-          trials[seed],
-          method,
-          settings.epochs,
-          path,
-          seed=seed,
-          epochs_per_evaluation=settings.epochs_per_evaluation,
-          epochs_per_checkpoint=settings.epochs_per_checkpoint,
-          title=title,
-      )
+      try:
+        simulation.train(
+            trials[seed],
+            method,
+            settings.epochs,
+            path,
+            seed=seed,
+            epochs_per_evaluation=settings.epochs_per_evaluation,
+            epochs_per_checkpoint=settings.epochs_per_checkpoint,
+            title=title,
+        )
+      except simulation.NonFiniteError as error:
+        # The others go on. Run again, this one would end in the same way.
+        simulation.write_json(failed, str(error))
+      rows = simulation.read_rows(metrics)
+    if os.path.exists(failed):
+      with open(failed) as file:
+        failures[method, seed] = json.load(file)
     results[method].append(rows)
-  return dict(results)
+  return dict(results), failures
 
 
 def _summary(results: dict[str, list]) -> dict[str, Any]:
@@ -270,28 +286,47 @@ def run_in(
     output_dir: str,
     overwrite: bool = False,
     quiet: bool = False,
-) -> dict[str, list[list[dict[str, Any]]]]:
-  """All of an experiment: runs, `metrics.csv`, `summary.json`, plot, table."""
+) -> Results:
+  """All of an experiment: runs, `metrics.csv`, `summary.json`, plot, table.
+
+  Args:
+    experiment: What to run.
+    settings: From `experiment.resolve`.
+    output_dir: Where everything goes.
+    overwrite: Whether to start anew.
+    quiet: Whether to print nothing.
+
+  Returns:
+    For each method the rows of its runs, one list per seed.
+
+  Raises:
+    NonFiniteError: In the end, if a run became infinite.
+  """
   _runs(experiment, settings)
   chosen = {'experiment': experiment.name, **vars(settings)}
   with simulation.RunDirectory(
       output_dir, chosen, about(), overwrite
   ) as directory:
     use_runtime(settings)
-    results = execute(experiment, settings, directory)
+    results, failures = execute(experiment, settings, directory)
     curve = experiment.curve(settings)
+    started = {m: [r for r in runs if r] for m, runs in results.items()}
+    results = {method: runs for method, runs in started.items() if runs}
     if sum(len(runs) for runs in results.values()) > 1:
       every = [
           row for runs in results.values() for rows in runs for row in rows
       ]
       simulation.write_rows(directory.join('metrics.csv'), every)
-    simulation.write_json(directory.join('summary.json'), _summary(results))
-    plot = simulation.draw(
-        results, curve, directory.join('plot'), experiment.title
-    )
-  if not quiet:
+    if results:
+      simulation.write_json(directory.join('summary.json'), _summary(results))
+      plot = simulation.draw(
+          results, curve, directory.join('plot'), experiment.title
+      )
+  if results and not quiet:
     print(_table(results, curve))
     print(f'plot: {plot}')
+  for (method, seed), reason in failures.items():
+    raise simulation.NonFiniteError(f'{method}, seed {seed}, {reason}')
   return results
 
 

@@ -63,6 +63,9 @@ flags.DEFINE_boolean('overwrite', False, 'Remove an earlier run; start anew.')
 flags.DEFINE_enum('dataset', None, data.DATASETS, 'Images and labels.')
 flags.DEFINE_string('data_dir', None, 'Where the data set is; see the README.')
 flags.DEFINE_boolean('emnist_only_digits', None, 'EMNIST without letters.')
+flags.DEFINE_boolean(
+    'standardize', None, 'Give pixels mean 0 and variance 1.'
+)
 flags.DEFINE_enum('partition', None, data.PARTITIONS, 'Who has which data.')
 flags.DEFINE_float(
     'dirichlet_alpha', None, 'Of the Dirichlet partition; small is uneven.'

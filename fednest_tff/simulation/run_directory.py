@@ -20,6 +20,7 @@ _LOCK = '.lock'
 _OURS = (
     _CONFIG,
     'metrics.csv',
+    'not_finite.json',
     'summary.json',
     'plot.png',
     'plot.pdf',
