@@ -43,11 +43,12 @@ _VARIANTS = dict(
     ),
     robust_regression=image_clients.DATA | _METHOD | dict(
         partition='shards',
-        rho=3.0,
+        num_clients=10,
+        rho=5.0,
         ridge=0.01,
         inner_local_steps=5,
         inner_learning_rate=0.1,
-        outer_learning_rate=0.3,
+        outer_learning_rate=0.1,
     ),
 )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -33,6 +34,8 @@ _NOT_FINITE = 'not_finite.json'
 
 # For each method the rows of its runs, one list per seed.
 Results = dict[str, list[list[dict[str, Any]]]]
+# For a method and a seed, what was not finite.
+Failures = dict[tuple[str, int], str]
 
 
 class Experiment(NamedTuple):
@@ -78,7 +81,7 @@ class Experiment(NamedTuple):
     return found
 
 
-class _NoRuntime(tff.framework.SyncContext):
+class NoRuntime(tff.framework.SyncContext):
   """Stands in for TFF's default, which complains when Python ends."""
 
   def invoke(self, comp, arg):
@@ -88,10 +91,13 @@ class _NoRuntime(tff.framework.SyncContext):
 def _commit() -> str:
   """The commit of this code; empty if it is not in a repository."""
   here = os.path.dirname(os.path.abspath(__file__))
-  found = subprocess.run(
-      ['git', 'describe', '--always', '--dirty', '--abbrev=40'],
-      cwd=here, capture_output=True, text=True, check=False,
-  )
+  try:
+    found = subprocess.run(
+        ['git', 'describe', '--always', '--dirty', '--abbrev=40'],
+        cwd=here, capture_output=True, text=True, check=False,
+    )
+  except OSError:  # There is no git.
+    return ''
   return found.stdout.strip()
 
 
@@ -110,15 +116,26 @@ def about() -> dict[str, Any]:
   }
 
 
+_runtimes = {}
+
+
 def use_runtime(settings: settings_lib.Settings) -> None:
-  """Makes the chosen runtime TFF's default."""
+  """Makes the chosen runtime TFF's default; one that was there is reused.
+
+  What it has compiled serves the runs that follow.
+  """
+  key = (settings.runtime, settings.unroll, str(settings.devices),
+         str(settings.workers))
+  if key in _runtimes:
+    tff.framework.set_default_context(_runtimes[key])
+    return
   options = {}
   if settings.runtime == 'in_process':
     options = dict(devices=settings.devices, unroll=settings.unroll)
   elif settings.runtime == 'workers':
     options = dict(workers=settings.workers)
   try:
-    fednest_tff.use_runtime(settings.runtime, **options)
+    _runtimes[key] = fednest_tff.use_runtime(settings.runtime, **options)
   except ValueError as error:
     raise settings_lib.SettingsError(str(error)) from error
 
@@ -156,6 +173,10 @@ def _trial(experiment, settings, seed) -> simulation.Trial:
 
 
 def _runs(experiment, settings) -> list[tuple[str, int]]:
+  if not settings.method:
+    raise settings_lib.SettingsError(
+        f'--method is empty; choose from {", ".join(experiment.methods)}'
+    )
   for method in settings.method:
     if method not in experiment.methods:
       raise settings_lib.SettingsError(
@@ -172,7 +193,7 @@ def _runs(experiment, settings) -> list[tuple[str, int]]:
 
 def execute(
     experiment: Experiment, settings: settings_lib.Settings, directory
-) -> tuple[Results, dict[tuple[str, int], str]]:
+) -> tuple[Results, Failures]:
   """Runs all methods and seeds in an open directory; those done are read.
 
   A single run has the directory for itself; several have one each in `runs/`.
@@ -195,35 +216,44 @@ def execute(
       path = directory.join('runs', f'{method}-seed{seed}')
     metrics = os.path.join(path, 'metrics.csv')
     failed = os.path.join(path, _NOT_FINITE)
-    rows = simulation.read_rows(metrics) if os.path.exists(metrics) else []
-    done = bool(rows) and rows[-1].get('epoch') == settings.epochs
-    if not done and not os.path.exists(failed):
-      if seed not in trials:
-        trials = {seed: _trial(experiment, settings, seed)}
-      os.makedirs(path, exist_ok=True)
-      title = f'{method}, seed {seed}'
-      if len(runs) > 1:
-        title = f'[{k + 1}/{len(runs)}] {title}'
+    title = f'{method}, seed {seed}'
+    if len(runs) > 1:
+      title = f'[{k + 1}/{len(runs)}] {title}'
+    if not os.path.exists(failed):
       try:
-        simulation.train(
-            trials[seed],
-            method,
-            settings.epochs,
-            path,
-            seed=seed,
-            epochs_per_evaluation=settings.epochs_per_evaluation,
-            epochs_per_checkpoint=settings.epochs_per_checkpoint,
-            title=title,
-        )
+        if simulation.is_complete(metrics, settings.epochs):
+          # It may have been killed before it could say so.
+          simulation.check_finite(simulation.read_rows(metrics)[-1], metrics)
+        else:
+          if seed not in trials:
+            trials = {seed: _trial(experiment, settings, seed)}
+          with simulation.file_errors(path):
+            os.makedirs(path, exist_ok=True)
+          simulation.train(
+              trials[seed],
+              method,
+              settings.epochs,
+              path,
+              seed=seed,
+              epochs_per_evaluation=settings.epochs_per_evaluation,
+              epochs_per_checkpoint=settings.epochs_per_checkpoint,
+              title=title,
+          )
       except simulation.NonFiniteError as error:
         # The others go on. Run again, this one would end in the same way.
-        simulation.write_json(failed, str(error))
-      rows = simulation.read_rows(metrics)
+        with simulation.file_errors(path):
+          simulation.write_json(failed, str(error))
     if os.path.exists(failed):
       with open(failed) as file:
         failures[method, seed] = json.load(file)
-    results[method].append(rows)
+    results[method].append(simulation.read_rows(metrics))
   return dict(results), failures
+
+
+def _over_seeds(function, parts, name, key) -> float | None:
+  """A statistic over the seeds; `None` if one of them is not finite."""
+  values = [part[name][key] for part in parts]
+  return function(values) if all(map(math.isfinite, values)) else None
 
 
 def _summary(results: dict[str, list]) -> dict[str, Any]:
@@ -233,7 +263,7 @@ def _summary(results: dict[str, list]) -> dict[str, Any]:
     parts = [simulation.summarize(rows) for rows in runs]
     found[method] = {
         name: {
-            f'{key}{suffix}': function([part[name][key] for part in parts])
+            f'{key}{suffix}': _over_seeds(function, parts, name, key)
             for key in ('last', 'best', 'best_epoch')
             for suffix, function in (
                 ('', statistics.fmean), ('_std', statistics.pstdev)
@@ -253,7 +283,10 @@ def _table(results: dict[str, list], curve: simulation.Curve) -> str:
   table = [header]
   for method, runs in results.items():
     lasts = [
-        next(r[curve.column] for r in reversed(rows) if curve.column in r)
+        next(
+            (r[curve.column] for r in reversed(rows) if curve.column in r),
+            float('nan'),
+        )
         for rows in runs
     ]
     shown = f'{statistics.fmean(lasts):.4g}'
@@ -286,7 +319,7 @@ def run_in(
     output_dir: str,
     overwrite: bool = False,
     quiet: bool = False,
-) -> Results:
+) -> tuple[Results, Failures]:
   """All of an experiment: runs, `metrics.csv`, `summary.json`, plot, table.
 
   Args:
@@ -297,37 +330,38 @@ def run_in(
     quiet: Whether to print nothing.
 
   Returns:
-    For each method the rows of its runs, one list per seed.
-
-  Raises:
-    NonFiniteError: In the end, if a run became infinite.
+    As `execute` does.
   """
   _runs(experiment, settings)
+  use_runtime(settings)
+  if overwrite:
+    # No run is removed for flags or files that turn out not to fit.
+    trial = _trial(experiment, settings, settings.seed)
+    for method in settings.method:
+      trial.build(method)
   chosen = {'experiment': experiment.name, **vars(settings)}
   with simulation.RunDirectory(
       output_dir, chosen, about(), overwrite
   ) as directory:
-    use_runtime(settings)
     results, failures = execute(experiment, settings, directory)
     curve = experiment.curve(settings)
     started = {m: [r for r in runs if r] for m, runs in results.items()}
     results = {method: runs for method, runs in started.items() if runs}
-    if sum(len(runs) for runs in results.values()) > 1:
-      every = [
-          row for runs in results.values() for rows in runs for row in rows
-      ]
-      simulation.write_rows(directory.join('metrics.csv'), every)
-    if results:
-      simulation.write_json(directory.join('summary.json'), _summary(results))
-      plot = simulation.draw(
-          results, curve, directory.join('plot'), experiment.title
-      )
+    with simulation.file_errors(output_dir):
+      if len(settings.method) * settings.seeds > 1 and results:
+        every = [
+            row for runs in results.values() for rows in runs for row in rows
+        ]
+        simulation.write_rows(directory.join('metrics.csv'), every)
+      if results:
+        simulation.write_json(directory.join('summary.json'), _summary(results))
+        plot = simulation.draw(
+            results, curve, directory.join('plot'), experiment.title
+        )
   if results and not quiet:
     print(_table(results, curve))
     print(f'plot: {plot}')
-  for (method, seed), reason in failures.items():
-    raise simulation.NonFiniteError(f'{method}, seed {seed}, {reason}')
-  return results
+  return results, failures
 
 
 def main(experiment: Experiment, argv: list[str]) -> int:
@@ -339,39 +373,46 @@ def main(experiment: Experiment, argv: list[str]) -> int:
     given = settings_lib.given_by_flags()
     overwrite = given.pop('overwrite', False)
     output_dir = given.pop('output_dir', f'outputs/{experiment.name}')
-    run_in(experiment, experiment.resolve(given), output_dir, overwrite)
+    _, failures = run_in(
+        experiment, experiment.resolve(given), output_dir, overwrite
+    )
+    for (method, seed), reason in failures.items():
+      raise simulation.NonFiniteError(f'{method}, seed {seed}, {reason}')
   except (
       settings_lib.SettingsError, data.DataError, simulation.RunError
   ) as error:
-    return _end(error, 2)
+    return end(error, 2)
   except simulation.NonFiniteError as error:
-    return _end(error, 3)
+    return end(error, 3)
   except simulation.StoppedError as error:
-    return _end(error, 128 + error.signal_number)
+    return end(error, 128 + error.signal_number)
   except KeyboardInterrupt:
-    return _end('interrupted; the last checkpoint is kept', 130)
+    return end('interrupted; the last checkpoint is kept', 130)
   return 0
 
 
-def _end(error: Any, code: int) -> int:
+def end(error: Any, code: int) -> int:
+  """Says in one line why a program ends; returns its exit code."""
   line = ' '.join(str(error).split())
   print(f'error: {line}' if code < 128 else line, file=sys.stderr)
   return code
 
 
+def parse(argv: list[str]) -> list[str]:
+  """Parses flags; a wrong one is one line and exit code 2."""
+  try:
+    return FLAGS(argv)
+  except flags.Error as error:
+    sys.exit(end(error, 2))
+
+
 def run(experiment: Experiment) -> None:
   """The `__main__` of a binary; does not return."""
-  tff.framework.set_default_context(_NoRuntime())
+  tff.framework.set_default_context(NoRuntime())
   defaults = experiment.flags()
   for name in (*defaults, *settings_lib.PLACES):
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
     if name in defaults and not experiment.variants:
       FLAGS.set_default(name, defaults[name])
-
-  def parse(argv):
-    try:
-      return FLAGS(argv)
-    except flags.Error as error:
-      sys.exit(_end(error, 2))
 
   app.run(lambda argv: sys.exit(main(experiment, argv)), flags_parser=parse)

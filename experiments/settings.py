@@ -5,6 +5,7 @@ its own defaults, and refuses the others. `resolve` gives the values, so that an
 experiment can also be run from Python without flags.
 """
 
+import math
 import types
 from typing import Any
 
@@ -151,6 +152,9 @@ def resolve(
           f'--clients_per_round={settings.clients_per_round} is more than'
           f' --num_clients={settings.num_clients}'
       )
+  for flag, value in sizes.items():
+    if isinstance(value, float) and not math.isfinite(value):
+      raise SettingsError(f'--{flag}={value} must be finite')
   for flag in ('inner_learning_rate', 'outer_learning_rate'):
     if sizes.get(flag) == 0:
       raise SettingsError(f'--{flag} must be positive')

@@ -44,3 +44,13 @@ def in_process(in_process_context):
 
   with tff.framework.get_context_stack().install(in_process_context):
     yield
+
+
+@pytest.fixture
+def default_context():
+  """A test may choose a runtime; afterwards the previous one is the default."""
+  import tensorflow_federated as tff
+
+  before = tff.framework.get_context_stack().current
+  yield
+  tff.framework.set_default_context(before)

@@ -1,10 +1,7 @@
 """The data sets, by name."""
 
-import importlib.resources
-import importlib.util
 import os
 import pathlib
-import sys
 import urllib.error
 import urllib.request
 
@@ -98,9 +95,6 @@ def _load_digits() -> LabelledImages:
 
 
 def _load_tfds(name: str) -> LabelledImages:
-  # tensorflow-datasets 4.9.10 imports this backport without requiring it.
-  if importlib.util.find_spec('importlib_resources') is None:
-    sys.modules['importlib_resources'] = importlib.resources
   # Imported here because it is slow.
   import tensorflow_datasets as tfds
 

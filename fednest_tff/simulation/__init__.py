@@ -4,8 +4,15 @@ from fednest_tff.simulation.errors import (
     NonFiniteError,
     RunError,
     StoppedError,
+    file_errors,
 )
 from fednest_tff.simulation.plots import Curve, draw
-from fednest_tff.simulation.records import read_rows, summarize, write_rows
+from fednest_tff.simulation.records import (
+    check_finite,
+    is_complete,
+    read_rows,
+    summarize,
+    write_rows,
+)
 from fednest_tff.simulation.run_directory import RunDirectory, write_json
 from fednest_tff.simulation.training import Trial, train

@@ -23,19 +23,39 @@ _KEPT = 3
 class Checkpoints(tff.program.FileProgramStateManager):
   """TFF's manager, with the last states that can be read."""
 
-  def __init__(self, directory: str):
+  def __init__(self, directory: str, newest: int):
+    """Opens the states of a run.
+
+    Args:
+      directory: Of the run.
+      newest: The last epoch whose metrics are on record. States of later ones
+        are removed, since going on from there would leave a gap.
+    """
     self._directory = os.path.join(directory, CHECKPOINTS)
+    self._newest = newest
     with errors.file_errors(self._directory):
       super().__init__(
           self._directory, _PREFIX, keep_total=_KEPT, keep_first=False
       )
-      pattern = os.path.join(glob.escape(self._directory), '*_temp*')
-      for leftover in glob.glob(pattern):
-        shutil.rmtree(leftover)
+      self._remove_leftovers()
+
+  def _remove_leftovers(self) -> None:
+    pattern = os.path.join(glob.escape(self._directory), '*_temp*')
+    for leftover in glob.glob(pattern):
+      shutil.rmtree(leftover)
 
   async def load_latest(self, structure: Any) -> tuple[Any, int]:
     """The newest state that can be read and its epoch; `(None, 0)` if none."""
     for version in reversed(await self.get_versions() or []):
+      if version > self._newest:
+        logging.warning(
+            'The checkpoint of epoch %d in %r is newer than the metrics; going'
+            ' back to the one before it.',
+            version,
+            self._directory,
+        )
+        await self._remove(version)
+        continue
       try:
         return await self.load(version, structure), version
       except Exception as error:  # TensorFlow raises all kinds here.
@@ -55,4 +75,9 @@ class Checkpoints(tff.program.FileProgramStateManager):
     if version in (await self.get_versions() or []):
       return
     with errors.file_errors(self._directory):
-      await super().save(program_state, version)
+      try:
+        await super().save(program_state, version)
+      except Exception:
+        # Half a state takes up space that there may be none of.
+        self._remove_leftovers()
+        raise

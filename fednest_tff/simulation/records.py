@@ -3,13 +3,14 @@
 `Recorder` is a TFF release manager; files are written by TFF's own.
 """
 
-import collections
+import contextlib
 import csv
 import glob
 import math
 import os
 from typing import Any
 
+from absl import logging
 import numpy as np
 import tensorflow_federated as tff
 
@@ -38,12 +39,27 @@ def _scalars(metrics: Any, prefix: str = '') -> dict[str, float]:
   return {prefix: value.item()} if value.ndim == 0 else {}
 
 
+class _OrderedCsv(tff.program.CSVFileReleaseManager):
+  """TFF's manager, which sorts columns by name, with columns as they come."""
+
+  async def release(self, value: dict[str, Any], key: int) -> None:
+    self._names = [self._key_fieldname, *value]
+    await super().release(value, key)
+
+  async def _write_value(self, value):
+    await super()._write_value({name: value[name] for name in self._names})
+
+
 class Recorder(tff.program.ReleaseManager):
   """Writes an epoch's row once it is complete, and stops at what is not finite.
 
-  Rows have, besides `labels`: epoch; communication_rounds, bytes_up and
-  bytes_down since the first epoch, the bytes of all clients of the cohorts;
-  seconds, of this epoch; then the metrics, those of the evaluation first.
+  Rows have: epoch; communication_rounds, bytes_up and bytes_down since the
+  first epoch, the bytes of all clients of the cohorts; seconds, of this epoch;
+  the labels; then the metrics, those of the evaluation first.
+
+  Attributes:
+    path: Of the file.
+    last_epoch: The last one that was on record in the beginning.
   """
 
   def __init__(
@@ -60,8 +76,9 @@ class Recorder(tff.program.ReleaseManager):
     # What a killed process had not finished writing.
     for leftover in glob.glob(glob.escape(self.path) + '_temp*'):
       os.remove(leftover)
+    self.last_epoch = _repair(self.path)
     # Write mode replaces the file as a whole; appending can leave half a line.
-    self._csv = tff.program.CSVFileReleaseManager(
+    self._csv = _OrderedCsv(
         self.path, tff.program.CSVSaveMode.WRITE, key_fieldname='epoch'
     )
     self._tensorboard = tff.program.TensorBoardReleaseManager(
@@ -77,12 +94,7 @@ class Recorder(tff.program.ReleaseManager):
       await self._csv.release(row, key)
       numbers = {k: v for k, v in row.items() if k not in self._labels}
       await self._tensorboard.release(numbers, key)
-    for name, number in row.items():
-      if isinstance(number, float) and not math.isfinite(number):
-        raise errors.NonFiniteError(
-            f'epoch {key}: {name} is {number}; try smaller learning rates'
-            f' (the metrics so far are in {self.path!r})'
-        )
+    check_finite(row | {'epoch': key}, self.path)
 
   def _row(self, metrics: Any, epoch: int) -> dict[str, Any]:
     evaluation, training = {}, {}
@@ -91,17 +103,64 @@ class Recorder(tff.program.ReleaseManager):
         evaluation[name.removeprefix(_EVALUATION)] = number
       else:
         training[name] = number
-    # Ordered, or else TFF sorts the columns by name.
-    row = collections.OrderedDict(self._labels) | {
+    row = {
         'communication_rounds': epoch * self._cost.rounds,
         'bytes_up': epoch * self._cost.bytes_up * self._cohort_size,
         'bytes_down': epoch * self._cost.bytes_down * self._cohort_size,
         'seconds': round(training['training_time_in_seconds'], 4),
+        **self._labels,
     }
     for name, number in (evaluation | training).items():
       if name not in _DROPPED:
         row[name] = number
     return row
+
+
+def check_finite(row: dict[str, Any], path: str) -> None:
+  """Raises a `NonFiniteError` if something in a row of `path` is not finite."""
+  for name, number in row.items():
+    if isinstance(number, float) and not math.isfinite(number):
+      raise errors.NonFiniteError(
+          f'epoch {row["epoch"]}: {name} is {number}; try smaller learning'
+          f' rates (the metrics so far are in {path!r})'
+      )
+
+
+def _whole(path: str) -> tuple[list[list[str]], bool]:
+  """Header and rows of a metrics file up to damage, and if there is none."""
+  with open(path, newline='', errors='replace') as file:
+    lines = file.read().split('\r\n')
+  table = list(csv.reader(lines[:-1]))
+  if not table or not table[0] or table[0][0] != 'epoch':
+    return [], False
+  header, *rows = table
+  whole = [header]
+  for row in rows:
+    if len(row) != len(header) or row[0] != str(len(whole)):
+      break
+    whole.append(row)
+  return whole, len(whole) == len(table) and lines[-1] == ''
+
+
+def _repair(path: str) -> int:
+  """Keeps of a metrics file what precedes damage; returns the last epoch."""
+  if not os.path.exists(path):
+    return 0
+  table, is_whole = _whole(path)
+  if not is_whole:
+    logging.warning(
+        '%r is damaged; going on from epoch %d.', path, max(0, len(table) - 1)
+    )
+    if table:
+      _write_table(path, table)
+    else:
+      os.remove(path)
+  return max(0, len(table) - 1)
+
+
+def is_complete(path: str, epochs: int) -> bool:
+  """Whether a metrics file has all of a run's rows."""
+  return os.path.exists(path) and len(_whole(path)[0]) == epochs + 1
 
 
 def _number(text: str) -> Any:
@@ -125,12 +184,21 @@ def read_rows(path: str) -> list[dict[str, Any]]:
 def write_rows(path: str, rows: list[dict[str, Any]]) -> None:
   """Writes rows as CSV, all or nothing."""
   names = list(dict.fromkeys(name for row in rows for name in row))
+  _write_table(
+      path, [names, *([row.get(name, '') for name in names] for row in rows)]
+  )
+
+
+def _write_table(path: str, table: list[list]) -> None:
   temporary = f'{path}.tmp'
-  with open(temporary, 'w', newline='') as file:
-    writer = csv.DictWriter(file, names)
-    writer.writeheader()
-    writer.writerows(rows)
-  os.replace(temporary, path)
+  try:
+    with open(temporary, 'w', newline='') as file:
+      csv.writer(file).writerows(table)
+    os.replace(temporary, path)
+  except OSError:
+    with contextlib.suppress(OSError):
+      os.remove(temporary)
+    raise
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -139,11 +207,12 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
   Of accuracies the largest is the best, of all else the smallest.
   """
   found = {}
-  for name in rows[-1]:
+  for name in dict.fromkeys(name for row in rows for name in row):
     if name in ('method', 'seed', 'epoch'):
       continue
     values = [(row[name], row['epoch']) for row in rows if name in row]
     pick = max if name.endswith('accuracy') else min
-    best, epoch = pick(values, key=lambda pair: pair[0])
+    finite = [pair for pair in values if math.isfinite(pair[0])]
+    best, epoch = pick(finite or values, key=lambda pair: pair[0])
     found[name] = {'last': values[-1][0], 'best': best, 'best_epoch': epoch}
   return found

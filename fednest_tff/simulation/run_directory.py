@@ -28,16 +28,31 @@ _OURS = (
     'tensorboard',
     'runs',
 )
+# What a killed process had not finished writing, here and in the single runs.
+_LEFTOVERS = (
+    'checkpoints/*_temp*',
+    'config.json.tmp',
+    'metrics.csv.tmp',
+    'metrics.csv_temp*',
+    'not_finite.json.tmp',
+    'summary.json.tmp',
+    'plot.tmp.*',
+)
 
 
 def _write(path: str, text: str) -> None:
   """Writes `text` so that a reader finds all of it or the old file."""
   temporary = f'{path}.tmp'
-  with open(temporary, 'w') as file:
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(temporary, path)
+  try:
+    with open(temporary, 'w') as file:
+      file.write(text)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(temporary, path)
+  except OSError:
+    with contextlib.suppress(OSError):
+      os.remove(temporary)
+    raise
 
 
 def write_json(path: str, value: Any) -> None:
@@ -53,6 +68,23 @@ def _differences(before: dict, now: dict) -> list[str]:
       for name in names
       if before.get(name, missing) != now.get(name, missing)
   ]
+
+
+def _remove(path: str) -> None:
+  if os.path.isdir(path) and not os.path.islink(path):
+    shutil.rmtree(path)
+  else:
+    os.remove(path)
+
+
+def _missing(path: str) -> list[str]:
+  """The directories that have to be made for `path`, innermost first."""
+  found = []
+  path = os.path.abspath(path)
+  while not os.path.lexists(path):
+    found.append(path)
+    path = os.path.dirname(path)
+  return found
 
 
 class RunDirectory:
@@ -81,82 +113,130 @@ class RunDirectory:
     self._overwrite = overwrite
     self._lock = None
     self._is_new = False
+    # What there was not before.
+    self._made = []
+    self._made_lock = False
 
   def __enter__(self) -> 'RunDirectory':
     with errors.file_errors(self.path):
-      os.makedirs(self.path, exist_ok=True)
-      self._take_lock()
+      self._made = _missing(self.path)
       try:
-        if self._overwrite:
+        os.makedirs(self.path, exist_ok=True)
+        self._take_lock()
+        before = self._read_settings()
+        if before is not None and self._overwrite:
           self._remove_run()
-        self._check_settings()
+          before = None
+        self._remove_leftovers()
+        if before is None:
+          self._is_new = True
+          write_json(
+              self.join(_CONFIG), {'flags': self._settings, **self._about}
+          )
+        else:
+          self._check_settings(before)
       except BaseException:
-        self._lock.close()
+        self._leave()
         raise
     return self
 
   def __exit__(self, kind, error, trace):
     if kind is not None and self._is_new:
       self._forget_if_empty()
-    self._lock.close()
+    if self._lock is not None:
+      self._lock.close()
 
   def _forget_if_empty(self) -> None:
     """A run that failed before it began does not hold the directory."""
     pattern = os.path.join(glob.escape(self.path), '**', 'metrics.csv')
     if not glob.glob(pattern, recursive=True):
       self._remove_run()
-      os.remove(self.join(_LOCK))
-      with contextlib.suppress(OSError):  # The user has something there.
-        os.rmdir(self.path)
+      self._leave()
+
+  def _leave(self) -> None:
+    """Gives the directory back as it was found."""
+    with contextlib.suppress(OSError):
+      if self._made_lock:
+        os.remove(self.join(_LOCK))
+      for path in self._made:
+        os.rmdir(path)
+    if self._lock is not None:
+      self._lock.close()
+      self._lock = None
 
   def join(self, *names: str) -> str:
     """The path of something in the directory."""
     return os.path.join(self.path, *names)
 
   def _take_lock(self) -> None:
-    # The system drops the lock when the process ends, however it ends.
-    self._lock = open(self.join(_LOCK), 'a+')
-    try:
-      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      self._lock.seek(0)
-      owner = self._lock.read().strip() or 'unknown'
-      self._lock.close()
-      raise errors.RunError(
-          f'another process ({owner}) is running in {self.path!r}: wait for it,'
-          ' or choose another --output_dir'
-      ) from None
-    self._lock.truncate(0)
-    self._lock.write(f'{os.getpid()}\n')
-    self._lock.flush()
+    path = self.join(_LOCK)
+    while True:
+      is_there = os.path.exists(path)
+      lock = open(path, 'a+')
+      # The system drops the lock when the process ends, however it ends.
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip() or 'unknown'
+        lock.close()
+        raise errors.RunError(
+            f'another process ({owner}) is running in {self.path!r}: wait for'
+            ' it, or choose another --output_dir'
+        ) from None
+      # Who had it may have removed the file just now.
+      with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+          break
+      lock.close()
+    self._lock, self._made_lock = lock, not is_there
+    lock.truncate(0)
+    lock.write(f'{os.getpid()}\n')
+    lock.flush()
 
   def _remove_run(self) -> None:
-    for name in _OURS:
-      path = self.join(name)
-      if os.path.isdir(path):
-        shutil.rmtree(path)
-      elif os.path.exists(path):
-        os.remove(path)
+    # The settings last: while they are there, the rest is known to be ours.
+    for name in reversed(_OURS):
+      if os.path.lexists(self.join(name)):
+        _remove(self.join(name))
 
-  def _check_settings(self) -> None:
+  def _remove_leftovers(self) -> None:
+    here = glob.escape(self.path)
+    for name in _LEFTOVERS:
+      for where in (here, os.path.join(here, 'runs', '*')):
+        for path in glob.glob(os.path.join(where, name)):
+          _remove(path)
+
+  def _read_settings(self) -> dict[str, Any] | None:
+    """Those of the run that is there; `None` if there is none."""
     path = self.join(_CONFIG)
-    if not os.path.exists(path):
-      found = [name for name in _OURS if os.path.exists(self.join(name))]
+    if not os.path.lexists(path):
+      found = [name for name in _OURS if os.path.lexists(self.join(name))]
       if found:
         raise errors.RunError(
             f'{self.path!r} has {found[0]} but no {_CONFIG}: it is not a run of'
-            ' ours; choose another --output_dir, or --overwrite'
+            ' ours; choose another --output_dir'
         )
-      write_json(path, {'flags': self._settings, **self._about})
-      self._is_new = True
-      return
+      return None
     try:
       with open(path) as file:
-        before = json.load(file)['flags']
-    except (ValueError, KeyError, TypeError):
+        content = json.load(file)
+    except ValueError:
+      if self._overwrite:
+        return {}
       raise errors.RunError(
-          f'{path!r} is damaged: choose another --output_dir, or --overwrite'
+          f'{path!r} is damaged: choose another --output_dir, or --overwrite to'
+          ' start anew'
       ) from None
+    if not isinstance(content, dict) or not isinstance(
+        content.get('flags'), dict
+    ):
+      raise errors.RunError(
+          f'{path!r} is not of a run of ours; choose another --output_dir'
+      )
+    return content['flags']
+
+  def _check_settings(self, before: dict[str, Any]) -> None:
     differences = _differences(before, self._settings)
     if differences:
       raise errors.RunError(

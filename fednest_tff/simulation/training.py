@@ -7,6 +7,7 @@ with the numbers of one that was not.
 
 import asyncio
 from collections.abc import Callable
+import contextlib
 import signal
 import sys
 import threading
@@ -99,11 +100,20 @@ class _Signals:
       signal.signal(number, handler)
 
 
-def _event_loop() -> asyncio.AbstractEventLoop:
+@contextlib.contextmanager
+def _event_loop():
   """The loop that TFF's training loop will ask for."""
+  try:
+    before = asyncio.get_event_loop_policy().get_event_loop()
+  except RuntimeError:
+    before = None
   loop = asyncio.new_event_loop()
   asyncio.set_event_loop(loop)
-  return loop
+  try:
+    yield loop
+  finally:
+    loop.close()
+    asyncio.set_event_loop(before)
 
 
 def train(
@@ -125,7 +135,8 @@ def train(
     epochs: K.
     directory: Where `metrics.csv`, `checkpoints/` and `tensorboard/` go.
     seed: The seed of the trial, for the records.
-    epochs_per_evaluation: How often the evaluation runs.
+    epochs_per_evaluation: How often the evaluation runs. It also does at the
+      end.
     epochs_per_checkpoint: How often the state is saved. It is also saved at the
       end, and when a signal asks the run to stop.
     title: What the progress bar says.
@@ -140,8 +151,6 @@ def train(
   """
   process = trial.build(method)
   watched = _Watched(process)
-  manager = checkpoints.Checkpoints(directory)
-  loop = _event_loop()
   with errors.file_errors(directory):
     recorder = records.Recorder(
         directory,
@@ -149,7 +158,9 @@ def train(
         communication_cost(process),
         trial.cohort_size,
     )
+  manager = checkpoints.Checkpoints(directory, recorder.last_epoch)
   with (
+      _event_loop() as loop,
       _Signals() as signals,
       tqdm.tqdm(
           total=epochs,
@@ -160,36 +171,40 @@ def train(
       ) as progress,
   ):
 
+    def stop_if_asked(epoch):
+      if signals.received is None:
+        return
+      if watched.state is not None:
+        loop.run_until_complete(manager.save(watched.state, epoch))
+      raise errors.StoppedError(
+          f'stopped after epoch {epoch} of {epochs}; run the same command again'
+          ' to go on',
+          signals.received,
+      )
+
     def cohort(epoch):
       progress.update(epoch - 1 - progress.n)
-      if signals.received is not None:
-        if watched.state is not None:
-          loop.run_until_complete(manager.save(watched.state, epoch - 1))
-        raise errors.StoppedError(
-            f'stopped after epoch {epoch - 1} of {epochs}; run the same command'
-            ' again to go on',
-            signals.received,
-        )
+      stop_if_asked(epoch - 1)
       watched.epoch = epoch
       return trial.cohort(epoch)
 
-    def evaluate(state, _):
+    def evaluate(state, epoch):
+      if epoch % epochs_per_evaluation and epoch != epochs:
+        return {}
       return trial.evaluate(process.get_model_weights(state))
 
-    try:
-      state = tff.simulation.run_training_process(
-          watched,
-          cohort,
-          epochs,
-          evaluation_fn=evaluate,
-          evaluation_selection_fn=lambda epoch: None,
-          rounds_per_evaluation=epochs_per_evaluation,
-          program_state_manager=manager,
-          rounds_per_saving_program_state=epochs_per_checkpoint,
-          metrics_managers=[recorder],
-      )
-      loop.run_until_complete(manager.save(state, epochs))
-    finally:
-      loop.close()
-      asyncio.set_event_loop(None)
+    state = tff.simulation.run_training_process(
+        watched,
+        cohort,
+        epochs,
+        evaluation_fn=evaluate,
+        evaluation_selection_fn=lambda epoch: epoch,
+        program_state_manager=manager,
+        rounds_per_saving_program_state=epochs_per_checkpoint,
+        metrics_managers=[recorder],
+    )
+    loop.run_until_complete(manager.save(state, epochs))
+    # Or else a signal in the last epoch would not keep the next run from
+    # starting.
+    stop_if_asked(epochs)
   return records.read_rows(recorder.path)

@@ -1,0 +1,158 @@
+r"""Runs what is behind the paper's figures, draws them, and judges its claims.
+
+  python -m experiments.reproduce --figure=all --preset=quick
+  python -m experiments.reproduce --figure=2a,4 --preset=paper \
+      --data_dir=DIR --output_dir=outputs/paper
+
+Runs are shared between figures and resumed. Writes the figures, `claims.json`
+and `claims.md`.
+"""
+
+import json
+import os
+import platform
+import sys
+
+from absl import app, flags, logging
+import tensorflow_federated as tff
+import tqdm
+
+from experiments import program
+from experiments import settings as settings_lib
+from experiments.reproduce import claims, figures, sets, theory
+from fednest_tff import data, simulation
+
+_FIGURES = (*sets.FIGURES, 'theory')
+_FIGURE = flags.DEFINE_list(
+    'figure', ['all'], f'Some of {", ".join(_FIGURES)}, or all.'
+)
+_PRESET = flags.DEFINE_enum('preset', 'quick', sets.PRESETS, 'How large.')
+FLAGS = flags.FLAGS
+_OWN = ('data_dir', 'output_dir', 'seeds', 'epochs')
+
+
+def _chosen() -> list[str]:
+  if _FIGURE.value == ['all']:
+    return list(_FIGURES)
+  for name in _FIGURE.value:
+    if name not in _FIGURES:
+      raise settings_lib.SettingsError(
+          f'--figure={name} is none of {", ".join(_FIGURES)}, all'
+      )
+  return _FIGURE.value
+
+
+def _preset() -> sets.Preset:
+  needs_data = _PRESET.value != 'quick' and any(
+      name[0] in '2356' for name in _chosen()
+  )
+  if needs_data and FLAGS.data_dir is None:
+    raise settings_lib.SettingsError(
+        f'--preset={_PRESET.value} needs --data_dir with the four MNIST files'
+    )
+  preset = sets.make_preset(_PRESET.value, FLAGS.data_dir, FLAGS.seeds)
+  if FLAGS.epochs is not None:
+    epochs = dict(epochs=FLAGS.epochs)
+    preset = preset._replace(
+        hyper=preset.hyper | epochs,
+        tuning=preset.tuning | epochs,
+        saddle=preset.saddle | epochs,
+    )
+  return preset
+
+
+def _run(run: sets.Run, preset: sets.Preset, folder: str) -> list:
+  """The rows of a run, one list per seed; shorter where it diverged."""
+  given = run.given | dict(seeds=preset.seeds, epochs_per_checkpoint=50)
+  path = os.path.join(folder, 'runs', run.name)
+  settings = run.experiment.resolve(given)
+  results, failures = program.run_in(
+      run.experiment, settings, path, quiet=True
+  )
+  for (_, seed), reason in failures.items():
+    logging.warning('%s, seed %d: %s', run.name, seed, reason)
+  return results.get(settings.method[0], [[]])
+
+
+def _heading(preset: sets.Preset) -> str:
+  about = program.about()
+  versions = ', '.join(f'{k} {v}' for k, v in about['versions'].items())
+  return (
+      f'# Claims, preset `{preset.name}`, {preset.seeds} seed(s)\n\n'
+      f'Command: `python -m experiments.reproduce'
+      f' --figure={",".join(_FIGURE.value)} --preset={preset.name}`. Commit'
+      f' {about["commit"]}; {versions}; {os.cpu_count()} cores,'
+      f' {platform.machine()}. Means ± standard deviations over seeds.'
+  )
+
+
+def _write_claims(found: list[dict], preset: sets.Preset, folder: str) -> None:
+  """Writes the claims; those of figures not run now are kept."""
+  path = os.path.join(folder, 'claims.json')
+  before = []
+  if os.path.exists(path):
+    with open(path) as file:
+      before = json.load(file)
+  now = {claim['figure'] for claim in found}
+  merged = [c for c in before if c['figure'] not in now] + found
+  merged.sort(key=lambda claim: _FIGURES.index(claim['figure']))
+  simulation.write_json(path, merged)
+  text = claims.to_markdown(merged, _heading(preset))
+  with open(os.path.join(folder, 'claims.md'), 'w') as file:
+    file.write(text)
+
+
+def reproduce(chosen: list[str], preset: sets.Preset, folder: str) -> None:
+  """Runs, draws and judges some figures."""
+  os.makedirs(folder, exist_ok=True)
+  plans = {
+      name: sets.runs_of(name, preset) for name in chosen if name != 'theory'
+  }
+  results, rows = {}, {}
+  unique = {run.name: run for plan in plans.values() for run in plan.values()}
+  with tqdm.tqdm(
+      total=len(unique), unit='run', disable=not sys.stderr.isatty()
+  ) as progress:
+    for name, run in unique.items():
+      progress.set_description(name)
+      results[name] = _run(run, preset, folder)
+      progress.update()
+  for name, plan in plans.items():
+    rows[name] = {key: results[run.name] for key, run in plan.items()}
+    print(figures.DRAW[name](rows[name], os.path.join(folder, f'fig{name}')))
+  found = claims.judge(rows)
+  if 'theory' in chosen:
+    program.use_runtime(settings_lib.Settings(**settings_lib.COMMON))
+    measured = theory.run(preset.name, preset.seeds)
+    print(theory.draw(measured, os.path.join(folder, 'theory')))
+    found += theory.claims(measured)
+  _write_claims(found, preset, folder)
+  for claim in found:
+    print(f'{claim["verdict"]:13} {claim["figure"]:6} {claim["claim"]}')
+  print(os.path.join(folder, 'claims.md'))
+
+
+def main(argv: list[str]) -> int:
+  """Runs the command; returns the exit code."""
+  logging.set_verbosity(logging.WARNING)
+  try:
+    if len(argv) > 1:
+      raise settings_lib.SettingsError(f'unexpected argument {argv[1]!r}')
+    folder = FLAGS.output_dir or f'outputs/reproduce-{_PRESET.value}'
+    reproduce(_chosen(), _preset(), folder)
+  except (
+      settings_lib.SettingsError, data.DataError, simulation.RunError
+  ) as error:
+    return program.end(error, 2)
+  except simulation.StoppedError as error:
+    return program.end(error, 128 + error.signal_number)
+  except KeyboardInterrupt:
+    return program.end('interrupted; run the same command to go on', 130)
+  return 0
+
+
+if __name__ == '__main__':
+  tff.framework.set_default_context(program.NoRuntime())
+  for name in _OWN:
+    FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
+  app.run(lambda argv: sys.exit(main(argv)), flags_parser=program.parse)

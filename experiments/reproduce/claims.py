@@ -1,0 +1,375 @@
+"""The paper's claims, each with what was measured and a verdict.
+
+A difference counts as clear if it is at least `_CLEAR` and twice its standard
+error over the seeds (with one seed, the first alone).
+"""
+
+from collections.abc import Callable
+import math
+import statistics
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.reproduce.figures import Rows, last
+
+HOLDS, WEAKLY, FAILS = 'holds', 'holds weakly', 'does not hold'
+_CLEAR = 0.01
+_ACCURACY = 'test_accuracy'
+_BALANCED = 'balanced_accuracy'
+
+
+class Claim(NamedTuple):
+  """A claim of the paper.
+
+  Attributes:
+    figure: Where it is shown.
+    sentence: What it says, in our words.
+    published: The numbers in the paper's figures, where there are any.
+    measure: From the figure's rows to numbers and a verdict.
+  """
+
+  figure: str
+  sentence: str
+  published: str
+  measure: Callable[[Rows], tuple[dict[str, Any], str]]
+
+
+class Value(NamedTuple):
+  """Mean and standard deviation over seeds."""
+
+  mean: float
+  deviation: float
+  count: int
+
+  def shown(self) -> str:
+    if self.count > 1:
+      return f'{self.mean:.4g} ± {self.deviation:.2g}'
+    return f'{self.mean:.4g}'
+
+
+def _value(numbers: list[float]) -> Value:
+  if not numbers:
+    return Value(math.nan, math.nan, 0)
+  return Value(
+      statistics.fmean(numbers), statistics.pstdev(numbers), len(numbers)
+  )
+
+
+def final(runs: list, column: str) -> Value:
+  """A column's last values. A run that diverged counts as accuracy 0."""
+  return _value(last(runs, column) + [0.0 for rows in runs if not rows])
+
+
+def at_rounds(runs: list, column: str, rounds: int) -> Value:
+  """A column when so many communication rounds were over."""
+  found = []
+  for rows in runs:
+    values = [
+        row[column] for row in rows
+        if row['communication_rounds'] <= rounds and column in row
+    ]
+    found.append(values[-1] if values else 0.0)
+  return _value(found)
+
+
+def _is_larger(a: Value, b: Value) -> str:
+  """Whether a > b, clearly or at all."""
+  difference = a.mean - b.mean
+  error = math.sqrt(
+      sum(v.deviation**2 / max(1, v.count - 1) for v in (a, b))
+  )
+  if difference >= _CLEAR and difference >= 2 * error:
+    return HOLDS
+  return WEAKLY if difference > 0 else FAILS
+
+
+def _is_near(a: Value, b: Value, near: float = 0.01) -> str:
+  difference = abs(a.mean - b.mean)
+  if difference <= near:
+    return HOLDS
+  return WEAKLY if difference <= 3 * near else FAILS
+
+
+def _worst(*verdicts: str) -> str:
+  order = (HOLDS, WEAKLY, FAILS)
+  return max(verdicts, key=order.index)
+
+
+def _both_do_well_iid(rows):
+  nested, light = (
+      final(rows[method, 'iid'], _ACCURACY) for method in ('fednest', 'lfednest')
+  )
+  return {'FedNest': nested, 'LFedNest': light}, _is_near(nested, light, 0.02)
+
+
+def _shards_as_iid(rows):
+  iid, shards = (
+      final(rows['fednest', part], _ACCURACY) for part in ('iid', 'shards')
+  )
+  return {'iid': iid, 'shards': shards}, _is_near(iid, shards)
+
+
+def _better_than_light(rows):
+  nested, light = (
+      final(rows[method, 'shards'], _ACCURACY)
+      for method in ('fednest', 'lfednest')
+  )
+  return {'FedNest': nested, 'LFedNest': light}, _is_larger(nested, light)
+
+
+def _same_rounds(rows, keys, column) -> list[Value]:
+  """The values of runs when the shortest of them has no more rounds."""
+  rounds = min(
+      (
+          run[-1]['communication_rounds']
+          for key in keys for run in rows[key] if run
+      ),
+      default=0,
+  )
+  return [at_rounds(rows[key], column, rounds) for key in keys]
+
+
+def _svrg(column):
+  def measure(rows):
+    keys = [(method, 'shards') for method in ('fednest', 'fednest_sgd')]
+    svrg, sgd = _same_rounds(rows, keys, column)
+    return {'SVRG': svrg, 'SGD': sgd}, _is_larger(svrg, sgd)
+
+  return measure
+
+
+def _larger_tau(rows):
+  found, verdicts = {}, []
+  taus = sorted({tau for tau, _ in rows})
+  for part in ('iid', 'shards'):
+    keys = [(tau, part) for tau in taus]
+    one, more = _same_rounds(rows, keys, _ACCURACY)
+    found |= {f'{part}, tau = {taus[0]}': one, f'{part}, tau = {taus[1]}': more}
+    verdicts.append(_is_larger(more, one))
+  return found, _worst(*verdicts)
+
+
+def _near_centralised(rows):
+  nested = final(rows['fednest', 'iid'], _BALANCED)
+  central = final(rows['centralised'], _BALANCED)
+  return {'FedNest, iid': nested, 'centralised': central}, _is_near(
+      nested, central, 0.02
+  )
+
+
+def _better_than_untuned(rows):
+  nested = final(rows['fednest', 'iid'], _BALANCED)
+  untuned = final(rows['untuned'], _BALANCED)
+  return {'FedNest, iid': nested, 'untuned': untuned}, _is_larger(
+      nested, untuned
+  )
+
+
+def _decay(runs: list, column: str) -> tuple[float, float, float]:
+  """First and last squared distance, and R^2 of a line through its logarithm.
+
+  The line is fitted down to 1e-24, below which is rounding.
+  """
+  rows = runs[0]
+  squares = np.array([row[column] ** 2 for row in rows])
+  used = squares > max(1e-24, squares.min())
+  k = np.flatnonzero(used)
+  if len(k) < 3:
+    return float(squares[0]), float(squares[-1]), 0.0
+  logarithms = np.log10(squares[k])
+  line = np.polyval(np.polyfit(k, logarithms, 1), k)
+  spread = np.sum((logarithms - logarithms.mean()) ** 2)
+  fit = 1 - np.sum((logarithms - line) ** 2) / max(spread, 1e-300)
+  return float(squares[0]), float(squares[-1]), float(fit)
+
+
+def _linear(partial):
+  def measure(rows):
+    found, verdicts = {}, []
+    for spread in (1.0, 10.0):
+      first, end, fit = _decay(
+          rows['fednest', spread, partial], 'x_distance'
+      )
+      found |= {
+          f's = {spread:g}: first': first,
+          f's = {spread:g}: last': end,
+          f's = {spread:g}: R^2 of log': fit,
+      }
+      shrunk = end < 1e-12 * max(first, 1e-30)
+      verdicts.append(HOLDS if shrunk and fit > 0.98 else FAILS)
+    return found, _worst(*verdicts)
+
+  return measure
+
+
+def _smaller(a: float, b: float) -> str:
+  """Whether a < b: clearly if by a factor of two."""
+  if a <= b / 2:
+    return HOLDS
+  return WEAKLY if a < b else FAILS
+
+
+def _compare_saddle(better, worse, partial):
+  def measure(rows):
+    found, verdicts = {}, []
+    for spread in (1.0, 10.0):
+      values = [
+          statistics.fmean(
+              x**2 for x in last(rows[method, spread, partial], 'x_distance')
+          )
+          for method in (better, worse)
+      ]
+      found |= {
+          f's = {spread:g}: {method}': value
+          for method, value in zip((better, worse), values, strict=True)
+      }
+      verdicts.append(_smaller(*values))
+    return found, _worst(*verdicts)
+
+  return measure
+
+
+def _alternation(rows):
+  values = {
+      method: final(rows[method], _ACCURACY)
+      for method in ('lfednest_nonalt', 'lfednest', 'lfednest_svrg')
+  }
+  verdict = _worst(
+      _is_larger(values['lfednest'], values['lfednest_nonalt']),
+      _is_larger(values['lfednest_svrg'], values['lfednest_nonalt']),
+  )
+  return values, verdict
+
+
+def _small_steps(rows):
+  step = min(step for step, _ in rows)
+  runs = rows[step, 'lfednest']
+  value = final(runs, _ACCURACY)
+  best = _value([
+      max(row[_ACCURACY] for row in run if _ACCURACY in row)
+      for run in runs if run
+  ])
+  return {'last': value, 'best': best}, _is_near(value, best)
+
+
+def _large_steps(rows):
+  step = max(step for step, _ in rows)
+  keys = [(step, 'fednest'), (step, 'lfednest')]
+  nested, light = _same_rounds(rows, keys, _ACCURACY)
+  return {'FedNest': nested, 'LFedNest': light}, _is_larger(nested, light)
+
+
+CLAIMS = (
+    Claim(
+        '2a', 'On iid clients FedNest and LFedNest do equally well.',
+        'FedNest 91.8%', _both_do_well_iid,
+    ),
+    Claim(
+        '2a', 'On label shards FedNest is as good as on iid clients.',
+        '91.4% and 91.8%', _shards_as_iid,
+    ),
+    Claim(
+        '2a', 'On label shards FedNest is much better than LFedNest.',
+        '91.4% and 87.8%', _better_than_light,
+    ),
+    Claim(
+        '2b', 'On label shards SVRG in FedInn is better than SGD.',
+        '91.4% and 88.8%', _svrg(_ACCURACY),
+    ),
+    Claim(
+        '2c', 'More local steps in FedOut save rounds.',
+        'tau = 5: 93.4% iid, 93.2% shards', _larger_tau,
+    ),
+    Claim(
+        '3a', 'Tuned by FedNest, clients come near a centralised bilevel run.',
+        '90.1% and 92.4%', _near_centralised,
+    ),
+    Claim(
+        '3a', 'Tuned by FedNest is better than a plain loss.',
+        '90.1% and 87.4%', _better_than_untuned,
+    ),
+    Claim(
+        '3b', 'On label shards SVRG is better than SGD in loss tuning.',
+        '89.2% and 85.7%', _svrg(_BALANCED),
+    ),
+    Claim(
+        '4', 'FedNest converges linearly, all clients taking part.',
+        'linear', _linear(False),
+    ),
+    Claim(
+        '4', 'FedNest converges linearly, some clients taking part.',
+        'linear (in a notebook that drops b)', _linear(True),
+    ),
+    Claim(
+        '4', 'LFedNest is better than FedAvg-S, all clients taking part.',
+        'slightly better', _compare_saddle('lfednest', 'fedavg_s', False),
+    ),
+    Claim(
+        '4', 'FedNest is much better than LFedNest, all clients taking part.',
+        'much better', _compare_saddle('fednest', 'lfednest', False),
+    ),
+    Claim(
+        '4', 'FedNest is much better than LFedNest, some taking part.',
+        'much better', _compare_saddle('fednest', 'lfednest', True),
+    ),
+    Claim(
+        '5', 'Without alternation (NonAlt) the light methods are worse.',
+        'NonAlt about 80%', _alternation,
+    ),
+    Claim(
+        '6', 'With a very small outer step LFedNest converges, too.',
+        '', _small_steps,
+    ),
+    Claim(
+        '6', 'With a large outer step FedNest is better at equal rounds.',
+        '', _large_steps,
+    ),
+)
+
+
+def _plain(value: Any) -> Any:
+  return value._asdict() if isinstance(value, Value) else value
+
+
+def _text(value: Any) -> str:
+  return value.shown() if isinstance(value, Value) else f'{value:.3g}'
+
+
+def judge(rows: dict[str, Rows]) -> list[dict[str, Any]]:
+  """All claims of the figures in `rows`."""
+  found = []
+  for claim in CLAIMS:
+    if claim.figure in rows:
+      measured, verdict = claim.measure(rows[claim.figure])
+      found.append({
+          'figure': claim.figure,
+          'claim': claim.sentence,
+          'measured': {name: _plain(v) for name, v in measured.items()},
+          'measured_text': '; '.join(
+              f'{name} {_text(v)}' for name, v in measured.items()
+          ),
+          'published': claim.published,
+          'verdict': verdict,
+      })
+  return found
+
+
+def to_markdown(found: list[dict[str, Any]], heading: str) -> str:
+  """A table of claims."""
+  lines = [
+      heading,
+      '',
+      '| figure | claim | measured | published | verdict |',
+      '| --- | --- | --- | --- | --- |',
+  ]
+  for claim in found:
+    text = claim.get('measured_text') or '; '.join(
+        f'{name} {value:.3g}' if isinstance(value, float) else f'{name} {value}'
+        for name, value in claim['measured'].items()
+    )
+    lines.append(
+        f'| {claim["figure"]} | {claim["claim"]} | {text} |'
+        f' {claim["published"]} | **{claim["verdict"]}** |'
+    )
+  return '\n'.join(lines) + '\n'

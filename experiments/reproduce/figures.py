@@ -1,0 +1,223 @@
+"""The figures, in the paper's layout.
+
+Each function takes the rows of a figure's runs, as `sets.runs_of` names them,
+and a path.
+"""
+
+from collections.abc import Callable
+import os
+from typing import Any
+
+import matplotlib
+
+from experiments.reproduce import sets
+from fednest_tff import simulation
+from fednest_tff.simulation import plots
+
+# For a key of `sets.runs_of`, one list of rows per seed.
+Rows = dict[Any, list[list[dict[str, Any]]]]
+
+NAMES = {
+    'fednest': 'FedNest',
+    'lfednest': 'LFedNest',
+    'fednest_sgd': 'FedNest$_{SGD}$',
+    'lfednest_svrg': 'LFedNest$_{SVRG}$',
+    'lfednest_nonalt': 'LFedNest-NonAlt',
+    'fedavg_s': 'FedAvg-S',
+}
+_PARTITIONS = {'iid': 'iid', 'shards': 'non-iid'}
+_ROUNDS = 'communication_rounds'
+_LABELS = {'epoch': 'epochs', _ROUNDS: 'communication rounds'}
+
+
+def _new(rows: int = 1, columns: int = 1, **options):
+  matplotlib.use('Agg')
+  import matplotlib.pyplot as plt  # after the backend is chosen
+
+  size = (4.6 * columns, 3.4 * rows + 0.2)
+  return plt.subplots(
+      rows, columns, figsize=size, layout='constrained', squeeze=False,
+      **options,
+  )
+
+
+def _save(figure, path: str) -> str:
+  import matplotlib.pyplot as plt
+
+  temporary = f'{path}.tmp.png'
+  figure.savefig(temporary, dpi=130)
+  os.replace(temporary, f'{path}.png')
+  plt.close(figure)
+  return f'{path}.png'
+
+
+def _panel(axes, rows: Rows, names: dict, curve: simulation.Curve, x: str):
+  """Draws the runs that have rows; says in the legend which diverged."""
+  found = {
+      name: [run for run in rows[key] if run]
+      for key, name in names.items() if key in rows
+  }
+  plots.draw_curves(
+      axes, {name: runs for name, runs in found.items() if runs}, curve, x
+  )
+  axes.set_xlabel(_LABELS[x])
+  axes.set_ylabel(curve.label)
+
+
+_ACCURACY = simulation.Curve('test_accuracy', 'test accuracy')
+_BALANCED = simulation.Curve(
+    'balanced_accuracy', 'class-balanced test accuracy'
+)
+
+
+def _by_partition(methods) -> dict:
+  return {
+      (method, partition): f'{NAMES[method]}, {text}'
+      for method in methods for partition, text in _PARTITIONS.items()
+  }
+
+
+def figure_2a(rows: Rows, path: str) -> str:
+  """FedNest and LFedNest against epochs."""
+  figure, axes = _new()
+  names = _by_partition(('fednest', 'lfednest'))
+  _panel(axes[0, 0], rows, names, _ACCURACY, 'epoch')
+  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  return _save(figure, path)
+
+
+def figure_2b(rows: Rows, path: str) -> str:
+  """SVRG and SGD in FedInn against rounds."""
+  figure, axes = _new()
+  names = _by_partition(('fednest', 'fednest_sgd'))
+  _panel(axes[0, 0], rows, names, _ACCURACY, _ROUNDS)
+  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  return _save(figure, path)
+
+
+def figure_2c(rows: Rows, path: str) -> str:
+  """Local steps in FedOut against rounds."""
+  figure, axes = _new()
+  names = {
+      (tau, partition): rf'$\tau$ = {tau}, {_PARTITIONS[partition]}'
+      for tau, partition in rows
+  }
+  _panel(axes[0, 0], rows, names, _ACCURACY, _ROUNDS)
+  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  return _save(figure, path)
+
+
+def last(runs: list, column: str) -> list[float]:
+  """The last value of a column, seed by seed."""
+  return [
+      next(row[column] for row in reversed(rows) if column in row)
+      for rows in runs if rows
+  ]
+
+
+def figure_3a(rows: Rows, path: str) -> str:
+  """Loss tuning against epochs, and two lines without a federation."""
+  figure, axes = _new()
+  names = _by_partition(('fednest', 'lfednest'))
+  _panel(axes[0, 0], rows, names, _BALANCED, 'epoch')
+  lines = (
+      ('centralised', 'centralised bilevel', (0, (8, 2)), '#6b4423'),
+      ('untuned', 'without tuning', (0, (2, 2)), 'black'),
+  )
+  for key, label, style, colour in lines:
+    values = last(rows.get(key, []), 'balanced_accuracy')
+    if values:
+      axes[0, 0].axhline(
+          sum(values) / len(values), linestyle=style, color=colour, label=label
+      )
+  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  return _save(figure, path)
+
+
+def figure_3b(rows: Rows, path: str) -> str:
+  """Loss tuning with SVRG and SGD in FedInn against rounds."""
+  figure, axes = _new()
+  names = _by_partition(('fednest', 'fednest_sgd'))
+  _panel(axes[0, 0], rows, names, _BALANCED, _ROUNDS)
+  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  return _save(figure, path)
+
+
+def squared(rows: Rows) -> Rows:
+  """Rows with the squares of distances, as the paper shows them."""
+  return {
+      key: [
+          [
+              row | {
+                  'x_squared': row['x_distance'] ** 2,
+                  'y_squared': row['y_distance'] ** 2,
+              }
+              for row in run
+          ]
+          for run in runs
+      ]
+      for key, runs in rows.items()
+  }
+
+
+def figure_4(rows: Rows, path: str) -> str:
+  """Distances to the saddle point; all clients above, a sample below."""
+  figure, axes = _new(2, 2, sharex=True)
+  rows = squared(rows)
+  panels = (
+      simulation.Curve('y_squared', r'$\|y - y^*\|^2$', logarithmic=True),
+      simulation.Curve('x_squared', r'$\|x - x^*\|^2$', logarithmic=True),
+  )
+  for i, partial in enumerate((False, True)):
+    names = {
+        (method, spread, partial): f'{NAMES[method]}, s = {spread:g}'
+        for method in sets.SADDLE_METHODS for spread in sets.SPREADS
+    }
+    for j, curve in enumerate(panels):
+      _panel(axes[i, j], rows, names, curve, 'epoch')
+      kind = 'some clients per epoch' if partial else 'all clients'
+      axes[i, j].set_title(kind, fontsize=10)
+  handles, labels = axes[0, 0].get_legend_handles_labels()
+  figure.legend(
+      handles, labels, loc='outside lower center', ncols=3, frameon=False,
+      handlelength=3.5,
+  )
+  return _save(figure, path)
+
+
+def figure_5(rows: Rows, path: str) -> str:
+  """Light methods on label shards against epochs and rounds."""
+  figure, axes = _new(1, 2, sharey=True)
+  names = {method: NAMES[method] for method in sets.LIGHT_METHODS}
+  for j, x in enumerate(('epoch', _ROUNDS)):
+    _panel(axes[0, j], rows, names, _ACCURACY, x)
+  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  return _save(figure, path)
+
+
+def figure_6(rows: Rows, path: str) -> str:
+  """Outer step sizes on label shards against rounds, a panel each."""
+  steps = sorted({step for step, _ in rows}, reverse=True)
+  figure, axes = _new(2, 2, sharey=True)
+  for place, step in zip(axes.flat, steps, strict=True):
+    names = {(step, method): NAMES[method] for method in sets.STEP_METHODS}
+    _panel(place, rows, names, _ACCURACY, _ROUNDS)
+    place.set_title(rf'$\alpha$ = {step:g}', fontsize=10)
+  handles, labels = axes[0, 0].get_legend_handles_labels()
+  figure.legend(
+      handles, labels, loc='outside lower center', ncols=4, frameon=False,
+      handlelength=3.5,
+  )
+  return _save(figure, path)
+
+
+DRAW: dict[str, Callable[[Rows, str], str]] = {
+    '2a': figure_2a,
+    '2b': figure_2b,
+    '2c': figure_2c,
+    '3a': figure_3a,
+    '3b': figure_3b,
+    '4': figure_4,
+    '5': figure_5,
+    '6': figure_6,
+}

@@ -1,0 +1,197 @@
+"""The runs behind each figure, for each preset.
+
+A run has a directory named after what it is, so figures share runs. `paper`
+takes its settings from the preset files; `quick` is the same on digits, smaller
+and with steps that suit them; `tuned` is described in its own preset files.
+"""
+
+import os
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from experiments import hyper_representation, loss_tuning, minimax, program
+
+PRESETS = ('quick', 'paper', 'tuned')
+FIGURES = ('2a', '2b', '2c', '3a', '3b', '4', '5', '6')
+PARTITIONS = ('iid', 'shards')
+OUTER_STEPS = (0.0075, 0.005, 0.0025, 0.001)
+SPREADS = (1.0, 10.0)
+SADDLE_METHODS = ('fednest', 'lfednest', 'fedavg_s')
+LIGHT_METHODS = ('lfednest', 'lfednest_svrg', 'lfednest_nonalt')
+STEP_METHODS = ('fednest', 'fednest_sgd', 'lfednest', 'lfednest_svrg')
+
+_FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), 'presets')
+
+
+class Run(NamedTuple):
+  """One method with one setting, over all seeds.
+
+  Attributes:
+    name: Of its directory.
+    experiment: What to run.
+    given: Settings that differ from the experiment's defaults.
+  """
+
+  name: str
+  experiment: program.Experiment
+  given: dict[str, Any]
+
+
+class Preset(NamedTuple):
+  """How large everything is.
+
+  Attributes:
+    name: One of `PRESETS`.
+    seeds: Runs per setting.
+    hyper: Settings of the hyper-representation runs.
+    tuning: Settings of the loss-tuning runs.
+    saddle: Settings of the minimax runs.
+    partial: Clients per round in the partial minimax runs.
+    outer_steps: alpha in figure 6.
+    tau: Of FedOut, the larger one in figure 2c.
+  """
+
+  name: str
+  seeds: int
+  hyper: dict[str, Any]
+  tuning: dict[str, Any]
+  saddle: dict[str, Any]
+  partial: int
+  outer_steps: tuple[float, ...]
+  tau: int = 5
+
+
+def read_flag_file(name: str) -> dict[str, Any]:
+  """The settings in a file of `experiments/presets/`."""
+  path = os.path.join(_FOLDER, f'{name}.flags')
+  arguments = flags.FLAGS.read_flags_from_files([f'--flagfile={path}'])
+  found = {}
+  for argument in arguments:
+    flag, _, text = argument.removeprefix('--').partition('=')
+    # A boolean flag may stand without a value.
+    found[flag] = flags.FLAGS[flag].parser.parse(text or 'true')
+  return found
+
+
+_QUICK_DIGITS = dict(
+    dataset='digits',
+    num_clients=20,
+    clients_per_round=10,
+    inner_learning_rate=0.02,
+    outer_learning_rate=0.02,
+    batch_size=32,
+    epochs=60,
+)
+
+
+def make_preset(name: str, data_dir: str | None, seeds: int | None) -> Preset:
+  """A preset by name, on the data in `data_dir`."""
+  hyper, tuning, saddle = (
+      read_flag_file(f'paper_fig{k}') for k in (2, 3, 4)
+  )
+  for settings in (hyper, tuning):
+    del settings['partition']
+  if name == 'quick':
+    hyper |= _QUICK_DIGITS | dict(hidden=['64'])
+    tuning |= _QUICK_DIGITS | dict(hidden=['64', '32'], imbalance=0.1)
+    tuning |= dict(inner_learning_rate=0.05, outer_learning_rate=0.2)
+    saddle |= dict(num_clients=50, epochs=100)
+    return Preset(
+        name, seeds or 1, hyper, tuning, saddle, 10,
+        (0.04, 0.02, 0.01, 0.005),
+    )
+  if name == 'tuned':
+    hyper |= read_flag_file('tuned_fig2')
+    tuning |= read_flag_file('tuned_fig3')
+  hyper |= dict(epochs=500, data_dir=data_dir)
+  tuning |= dict(epochs=500, data_dir=data_dir)
+  saddle |= dict(epochs=200)
+  return Preset(name, seeds or 3, hyper, tuning, saddle, 50, OUTER_STEPS)
+
+
+def _hyper(preset, method, partition, **given) -> Run:
+  tail = ''.join(f'-{key}={value}' for key, value in given.items())
+  return Run(
+      f'hyper-{partition}-{method}{tail}',
+      hyper_representation.EXPERIMENT,
+      preset.hyper | dict(method=[method], partition=partition) | given,
+  )
+
+
+def _tuning(preset, method, partition, **given) -> Run:
+  tail = ''.join(f'-{key}' for key in given)
+  settings = preset.tuning | dict(method=[method], partition=partition) | given
+  if given.get('centralised'):
+    for key in ('num_clients', 'clients_per_round'):
+      settings.pop(key, None)
+  return Run(
+      f'tuning-{partition}-{method}{tail}', loss_tuning.EXPERIMENT, settings
+  )
+
+
+def _saddle(preset, method, spread, partial) -> Run:
+  settings = preset.saddle | dict(method=[method], spread=spread)
+  if partial:
+    settings['clients_per_round'] = preset.partial
+  kind = 'partial' if partial else 'full'
+  return Run(
+      f'saddle-s{spread:g}-{kind}-{method}', minimax.EXPERIMENT, settings
+  )
+
+
+def runs_of(figure: str, preset: Preset) -> dict[Any, Run]:
+  """The runs of a figure; keys are what its drawing and claims ask for."""
+  if figure == '2a':
+    return {
+        (method, partition): _hyper(preset, method, partition)
+        for method in ('fednest', 'lfednest') for partition in PARTITIONS
+    }
+  if figure == '2b':
+    return {
+        (method, partition): _hyper(preset, method, partition)
+        for method in ('fednest', 'fednest_sgd') for partition in PARTITIONS
+    }
+  if figure == '2c':
+    found = {}
+    for partition in PARTITIONS:
+      found[1, partition] = _hyper(preset, 'fednest', partition)
+      found[preset.tau, partition] = _hyper(
+          preset, 'fednest', partition, outer_local_steps=preset.tau
+      )
+    return found
+  if figure == '3a':
+    found = {
+        (method, partition): _tuning(preset, method, partition)
+        for method in ('fednest', 'lfednest') for partition in PARTITIONS
+    }
+    found['centralised'] = _tuning(preset, 'fednest', 'iid', centralised=True)
+    found['untuned'] = _tuning(
+        preset, 'fednest', 'iid', centralised=True, no_tuning=True
+    )
+    return found
+  if figure == '3b':
+    return {
+        (method, partition): _tuning(preset, method, partition)
+        for method in ('fednest', 'fednest_sgd') for partition in PARTITIONS
+    }
+  if figure == '4':
+    return {
+        (method, spread, partial): _saddle(preset, method, spread, partial)
+        for method in SADDLE_METHODS
+        for spread in SPREADS
+        for partial in (False, True)
+    }
+  if figure == '5':
+    return {
+        method: _hyper(preset, method, 'shards') for method in LIGHT_METHODS
+    }
+  if figure == '6':
+    return {
+        (step, method): _hyper(
+            preset, method, 'shards', outer_learning_rate=step
+        )
+        for step in preset.outer_steps for method in STEP_METHODS
+    }
+  raise ValueError(f'`figure` must be one of {FIGURES}; got {figure!r}.')
+

@@ -1,0 +1,381 @@
+"""The paper's theory, measured on quadratics that are known in closed form.
+
+Three measurements, each with the library's own processes: the bias of FedIHGP
+(Lemma 2.2), the gradient over K epochs (Corollaries 3.1-3.3, Theorem 3.2), and
+FedInn against FedAvg on the inner problem (section 2.4). The caller chooses the
+runtime.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from experiments.reproduce import theory_report
+from experiments.reproduce.quadratics import KINDS, Quadratics, solve
+import fednest_tff
+
+draw, claims = theory_report.draw, theory_report.claims
+
+TERMS = (1, 2, 4, 8, 16, 32, 64)
+# An epoch's number is this times log2(K), plus k: a schedule reads K off it,
+# one compiled process serves all K, and no two of them share a draw.
+_STRIDE = 2**16
+_LANES = 4  # Seeds of `gradient_slopes` for one of the caller's.
+_SHORT = 128  # Runs shorter than this are repeated to this many epochs.
+# Squared distances below are rounding.
+_ROUNDING = 1e-26
+
+
+def bias_case() -> Quadratics:
+  """kappa_g about 5, and more dimensions than conjugate gradient steps."""
+  return Quadratics(dim=20, curvature=(0.4, 1.6), noise=0.5)
+
+
+def _iterates(process, datasets, steps: int) -> np.ndarray:
+  """p after each round of one call of FedIHGP, none of them left out.
+
+  The stochastic product would stop at its N'; here it goes on, so that all
+  values that p may take are seen.
+  """
+  state, found = process.initialize(), []
+  for _ in range(steps):
+    state = process.next(state, datasets).state
+    state = state._replace(
+        solver=state.solver._replace(products_left=np.int32(1))
+    )
+    found.append(state.solver.p[0])
+  return np.array(found)
+
+
+def _draws(process, datasets, count: int) -> np.ndarray:
+  """p of `count` calls of FedIHGP, with an N' and samples of their own."""
+  state, found = process.initialize(), []
+  for _ in range(count):
+    state = process.next(state, datasets).state
+    while state.solver.products_left > 0:
+      state = process.next(state, datasets).state
+    found.append(state.solver.p[0])
+    state = state.at(state.outer, state.inner)
+  return np.array(found)
+
+
+def ihgp_bias(
+    case: Quadratics | None = None,
+    terms: tuple[int, ...] = TERMS,
+    sampled_terms: tuple[int, ...] = (1, 4, 16),
+    num_draws: int = 200,
+) -> dict[str, Any]:
+  """How far p of FedIHGP is from H^-1 grad_y f, over N.
+
+  With full batches the only randomness of 'stochastic' is N', so its mean and
+  its variance are exact sums over N'. 'truncated' and 'cg' have no randomness.
+  'sampled' is the plain mean of many calls in which every gradient and every
+  Hessian is that of a single example: its error is the bias plus a sampling
+  error, whose root mean square is `error`.
+
+  Args:
+    case: The clients.
+    terms: Values of N.
+    sampled_terms: Those for 'sampled'.
+    num_draws: Calls for 'sampled'.
+
+  Returns:
+    For each N the biases, Lemma 2.2's bound on them, (1/mu_g) (1 - 1/kappa_g)^N
+    |grad_y f|, the mean of |p - p*| with its bound 2 |grad_y f| / mu_g, and the
+    variance of p with the bound 6 l_f0^2 / mu_g^2. That one is the paper's
+    sigma~_f^2 for exact samples and the Jacobian -I of this problem, where l_f0
+    = max_i |grad_y f_i| at this point.
+  """
+  case = case or bias_case()
+  problem, datasets = case.problem('bilevel'), case.datasets()
+  A, _, c = case.means
+  exact = solve(A, -c)[0]  # y = 0 at the start, and there is one lane.
+  norm = float(np.linalg.norm(c))
+  most = max(terms)
+
+  def build(ihgp, neumann_terms=most, **options):
+    return fednest_tff.build_fed_ihgp(
+        problem, smoothness=case.smoothness, neumann_terms=neumann_terms,
+        ihgp=ihgp, **options,
+    )
+
+  results = {
+      'N': list(terms),
+      'condition': case.condition,
+      'rate': 1 - 1 / case.condition,
+      'bound': [
+          (1 - 1 / case.condition) ** N / case.mu * norm for N in terms
+      ],
+      'error_bound': 2 * norm / case.mu,
+      'variance_bound': 6 * (case.lipschitz / case.mu) ** 2,
+  }
+  for ihgp in ('truncated', 'cg'):
+    found = _iterates(build(ihgp), datasets, most)
+    results[ihgp] = [
+        float(np.linalg.norm(found[N - 1] - exact)) for N in terms
+    ]
+  # p_0 has the factor N / l; what follows is linear in it.
+  chain = _iterates(build('stochastic'), datasets, most) / most
+  for name in ('stochastic', 'mean_error', 'variance'):
+    results[name] = []
+  for N in terms:
+    values = N * chain[:N]  # for N' = 0, ..., N - 1, each as likely
+    mean = values.mean(axis=0)
+    results['stochastic'].append(float(np.linalg.norm(mean - exact)))
+    errors = np.linalg.norm(values - exact, axis=1)
+    results['mean_error'].append(float(errors.mean()))
+    results['variance'].append(float(((values - mean) ** 2).sum(1).mean()))
+  sampled = {'N': list(sampled_terms), 'bias': [], 'error': []}
+  for N in sampled_terms:
+    values = _draws(
+        build('stochastic', N, gradient_batch_size=1), datasets, num_draws
+    )
+    sampled['bias'].append(float(np.linalg.norm(values.mean(0) - exact)))
+    sampled['error'].append(
+        float(math.sqrt(values.var(axis=0, ddof=1).sum() / num_draws))
+    )
+  return results | {'sampled': sampled, 'num_draws': num_draws}
+
+
+def slope(epochs, values) -> float:
+  """The slope of a line through the logarithms."""
+  return float(np.polyfit(np.log(epochs), np.log(values), 1)[0])
+
+
+def _mean_and_error(values) -> tuple[float, float]:
+  """The mean over seeds and its standard error (0 for one seed)."""
+  count = len(values)
+  error = np.std(values, ddof=1) / math.sqrt(count) if count > 1 else 0.0
+  return float(np.mean(values)), float(error)
+
+
+def slopes_case(lanes: int) -> Quadratics:
+  """kappa_g about 2, and noise as large as the way to the solution."""
+  # Lanes draw the same examples, by number. With many of them few come twice
+  # in a while, and lanes are as good as independent.
+  return Quadratics(
+      num_clients=3, num_examples=32, curvature=(0.8, 1.2), noise=2.0,
+      start=0.0, lanes=lanes,
+  )
+
+
+def build_slopes_process(case: Quadratics, kind: str, most_epochs: int):
+  """FedNest with the step sizes of Theorem 3.1, for every K at once.
+
+  alpha = 0.6 / sqrt(K) and beta = 4 alpha / T, each divided by tau_i = 2, with
+  samples of one example everywhere. T = 2 (bilevel, minimax) or 1, constant
+  as the corollaries have it, and N the least with b = kappa_g l_f0 (1 -
+  1/kappa_g)^N <= K^-1/4 for the largest K, so for all of them.
+
+  Args:
+    case: The clients.
+    kind: Of the problem.
+    most_epochs: The largest K.
+
+  Returns:
+    The process and N.
+  """
+  def alpha(epoch):
+    return 0.6 * 2.0 ** (-tf.cast(epoch // _STRIDE, tf.float64) / 2)
+
+  rounds = 2 if kind in ('bilevel', 'minimax') else 1
+  terms = math.ceil(
+      math.log(case.condition * case.lipschitz * most_epochs**0.25)
+      / -math.log(1 - 1 / case.condition)
+  )
+  options = {}
+  if kind != 'single_level':
+    options = dict(
+        inner_learning_rate=lambda epoch: 4 * alpha(epoch) / rounds,
+        inner_rounds=rounds,
+        inner_local_steps=2,
+    )
+  process = fednest_tff.build_fed_nest(
+      case.problem(kind),
+      outer_learning_rate=alpha,
+      outer_local_steps=2,
+      divide_by_local_steps=True,
+      batch_size=1,
+      gradient_batch_size=1,
+      neumann_terms=terms,
+      smoothness=case.smoothness,
+      **options,
+  )
+  return process, terms
+
+
+def _squared_gradients(process, case, kind, datasets, exponent):
+  """|grad f(x_k)|^2 for k < K = 2^exponent, a row per k, a column per lane.
+
+  Short runs are repeated with other draws, as the mean over lanes leaves the
+  noise of N', which lanes have in common; rows are means over repetitions.
+  """
+  found = []
+  for repetition in range(max(1, _SHORT >> exponent)):
+    state = process.initialize()
+    state = state._replace(
+        epoch=np.int32(exponent * _STRIDE), seed=np.array([repetition, 0])
+    )
+    path = []
+    for _ in range(2**exponent):
+      path.append(np.sum(case.gradient(kind, state.outer) ** 2, axis=-1))
+      state = process.next(state, datasets).state
+    found.append(path)
+  return np.mean(found, axis=0)
+
+
+def gradient_slopes(
+    exponents: tuple[int, ...] = tuple(range(4, 11)),
+    seeds: int = 12,
+    kinds: tuple[str, ...] = KINDS,
+) -> dict[str, Any]:
+  """The mean over k < K of |grad f(x_k)|^2, against K.
+
+  The theory's bound has two terms of order 1/sqrt(K): (f(x_0) - f*) / (alpha
+  K), the way to the solution, and alpha sigma^2, the noise around it. Here each
+  is a good part of the mean; `late`, the mean over the second half of the
+  epochs, is the noise alone once the way is over.
+
+  Args:
+    exponents: K = 2^e for these e.
+    seeds: Clients and noise are drawn as often. Each seed is a lane of one
+      run; lanes have nothing in common but which examples are drawn, by
+      number, and the bilevel problem's N'.
+    kinds: Of problems.
+
+  Returns:
+    K, and for each kind the means, one list per seed, the slope of a line
+    through their logarithms and its standard error over seeds; `late` likewise.
+  """
+  case = slopes_case(seeds)
+  datasets = case.datasets()
+  epochs = [2**e for e in exponents]
+  results = {'K': epochs, 'condition': case.condition, 'kinds': {}}
+  for kind in kinds:
+    process, terms = build_slopes_process(case, kind, epochs[-1])
+    paths = [
+        _squared_gradients(process, case, kind, datasets, e) for e in exponents
+    ]
+    fitted = {}
+    for name, part in (('means', 0), ('late', 0.5)):
+      values = np.transpose(
+          [path[int(part * len(path)) :].mean(axis=0) for path in paths]
+      )
+      value, error = _mean_and_error([slope(epochs, v) for v in values])
+      fitted[name] = {
+          'values': values.tolist(), 'slope': value, 'error': error
+      }
+    results['kinds'][kind] = fitted
+    if kind == 'bilevel':
+      results['neumann_terms'] = terms
+  return results
+
+
+def inner_case() -> Quadratics:
+  """Different clients without noise."""
+  return Quadratics(
+      num_examples=1, dim=10, curvature=(0.4, 1.6), heterogeneity=2.0, noise=0.0
+  )
+
+
+def _local_operators(case: Quadratics, beta: float, steps: int):
+  """(I - beta A_i)^tau and S_i = beta sum_{nu < tau} (I - beta A_i)^nu."""
+  A = case.A.mean(axis=1)[:, 0]
+  contraction = np.eye(A.shape[-1]) - beta * A
+  powers = [np.linalg.matrix_power(contraction, nu) for nu in range(steps + 1)]
+  return powers[-1], beta * sum(powers[:-1])
+
+
+def inner_rate(case: Quadratics, beta: float, steps: int) -> float:
+  """What FedInn multiplies |y - y*|^2 by in the end: y+ - y* = M (y - y*)."""
+  _, S = _local_operators(case, beta, steps)
+  M = np.eye(S.shape[-1]) - S.mean(axis=0) @ case.means[0][0]
+  return float(np.abs(np.linalg.eigvals(M)).max() ** 2)
+
+
+def fixed_point(
+    case: Quadratics, beta: float, steps: int, x: np.ndarray
+) -> np.ndarray:
+  """Where LFedInn ends: y = mean_i [(I - beta A_i)^tau y + S_i (x + b_i)]."""
+  power, S = _local_operators(case, beta, steps)
+  linear = (x + case.b.mean(axis=1))[:, 0]
+  offset = np.einsum('ijk,ik->j', S, linear) / len(S)
+  return np.linalg.solve(np.eye(len(offset)) - power.mean(axis=0), offset)
+
+
+def inner_convergence(
+    calls: int = 60,
+    beta: float = 0.1,
+    steps: int = 5,
+    case: Quadratics | None = None,
+) -> dict[str, Any]:
+  """|y - y*|^2 of FedInn and of LFedInn, which is FedAvg on g, at a fixed x.
+
+  Gradients are exact, so client drift is all that is left.
+
+  Args:
+    calls: Of each.
+    beta: The step size.
+    steps: tau_i.
+    case: The clients.
+
+  Returns:
+    The squared distances before and after each call, and the rounds that a call
+    takes; FedInn's rate per call, fitted and predicted; LFedInn's floor,
+    measured and predicted.
+  """
+  case = case or inner_case()
+  problem, datasets = case.problem('bilevel'), case.datasets()
+  results = {'steps': steps, 'rounds_per_call': {'fed_inn': 2, 'lfed_inn': 1}}
+  for name, build in (
+      ('fed_inn', fednest_tff.build_fed_inn),
+      ('lfed_inn', fednest_tff.build_lfed_inn),
+  ):
+    process = build(problem, inner_learning_rate=beta, inner_local_steps=steps)
+    state = process.initialize()
+    x = np.asarray(state.outer)
+    found = []
+    for _ in range(calls + 1):
+      found.append(
+          float(np.sum((state.inner - case.inner_solution(x)) ** 2))
+      )
+      state = process.next(state, datasets).state
+    results[name] = found
+  squares = np.array(results['fed_inn'])
+  # The first calls shrink the fast directions, the last ones are rounding.
+  used = np.flatnonzero(squares > _ROUNDING)
+  used = used[len(used) // 2 :]
+  rate = math.exp(np.polyfit(used, np.log(squares[used]), 1)[0])
+  floor = fixed_point(case, beta, steps, x) - case.inner_solution(x)
+  return results | {
+      'rate': rate,
+      'predicted_rate': inner_rate(case, beta, steps),
+      'floor': results['lfed_inn'][-1],
+      'predicted_floor': float(np.sum(floor**2)),
+  }
+
+
+def run(preset: str, seeds: int) -> dict[str, Any]:
+  """All measurements.
+
+  Args:
+    preset: 'quick', or 'paper' or 'tuned', which are the same here.
+    seeds: A fourth of those of `gradient_slopes`, where they cost nothing.
+
+  Returns:
+    A dictionary of plain numbers.
+  """
+  quick = preset == 'quick'
+  return {
+      'preset': preset,
+      'bias': ihgp_bias(
+          sampled_terms=(4,) if quick else (1, 4, 16),
+          num_draws=50 if quick else 300,
+      ),
+      'slopes': gradient_slopes(
+          tuple(range(4, 9 if quick else 11)), _LANES * seeds
+      ),
+      'inner': inner_convergence(),
+  }
