@@ -129,13 +129,13 @@ def use_runtime(settings: settings_lib.Settings) -> None:
   if key in _runtimes:
     tff.framework.set_default_context(_runtimes[key])
     return
-  options = {}
-  if settings.runtime == 'in_process':
-    options = dict(devices=settings.devices, unroll=settings.unroll)
-  elif settings.runtime == 'workers':
-    options = dict(workers=settings.workers)
   try:
-    _runtimes[key] = fednest_tff.use_runtime(settings.runtime, **options)
+    _runtimes[key] = fednest_tff.use_runtime(
+        settings.runtime,
+        devices=settings.devices,
+        unroll=settings.unroll,
+        workers=settings.workers,
+    )
   except ValueError as error:
     raise settings_lib.SettingsError(str(error)) from error
 

@@ -14,6 +14,8 @@ ORDER = [
     ['fednest_tff.simulation'],
     # The package itself: its __init__ has what users import.
     ['fednest_tff'],
+    # A program.
+    ['fednest_tff.runtime.check'],
     ['experiments'],
     ['tests'],
 ]
@@ -78,7 +80,7 @@ def test_a_wrong_import_is_noticed():
   assert violations(local, 'from fednest_tff import algorithms')
   assert violations(local, 'def f():\n  import fednest_tff.data.idx')
   assert violations(local, 'import fednest_tff')
-  assert violations('fednest_tff.runtime.check', 'from experiments import x')
+  assert violations('fednest_tff.runtime.native', 'from experiments import x')
   assert violations('experiments.program', 'from tests import quadratic')
   assert not violations(local, 'from fednest_tff.problems import problem')
   assert not violations(local, 'from fednest_tff import vector_space')

@@ -156,7 +156,7 @@ BAD_FLAGS = [
 
 
 @pytest.mark.parametrize(
-    'name, arguments, parts', BAD_FLAGS, ids=lambda x: ' '.join(x)
+    'name, arguments, parts', BAD_FLAGS, ids=[' '.join(b[1]) for b in BAD_FLAGS]
 )
 def test_bad_flag(refused, name, arguments, parts):
   message = refused(name, *arguments)
@@ -309,11 +309,11 @@ def test_full_disk_while_running(tmp_path, capfd, monkeypatch, place):
   assert [row['epoch'] for row in rows] == [1, 2]
 
 
-@pytest.mark.parametrize('epochs', [4, 300])
+@pytest.mark.parametrize('epochs', [2, 30])
 def test_not_finite(tmp_path, capfd, epochs):
   directory = tmp_path / 'run'
   flags = [
-      *TINY, f'--epochs={epochs}', '--outer_learning_rate=1e12',
+      *TINY, f'--epochs={epochs}', '--outer_learning_rate=1e200',
       f'--output_dir={directory}',
   ]
   messages = []
@@ -327,7 +327,7 @@ def test_not_finite(tmp_path, capfd, epochs):
   assert 'epoch ' in messages[0] and 'learning' in messages[0]
   rows = simulation.read_rows(str(directory / 'metrics.csv'))
   assert [row['epoch'] for row in rows] == list(range(1, len(rows) + 1))
-  assert 0 < len(rows) < 300
+  assert 0 < len(rows) < 30
 
 
 def test_not_finite_in_the_last_epoch(finished, capfd):

@@ -98,7 +98,8 @@ def _worst(*verdicts: str) -> str:
 
 def _both_do_well_iid(rows):
   nested, light = (
-      final(rows[method, 'iid'], _ACCURACY) for method in ('fednest', 'lfednest')
+      final(rows[method, 'iid'], _ACCURACY)
+      for method in ('fednest', 'lfednest')
   )
   return {'FedNest': nested, 'LFedNest': light}, _is_near(nested, light, 0.02)
 

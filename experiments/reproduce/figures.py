@@ -34,7 +34,7 @@ def _new(rows: int = 1, columns: int = 1, **options):
   matplotlib.use('Agg')
   import matplotlib.pyplot as plt  # after the backend is chosen
 
-  size = (4.6 * columns, 3.4 * rows + 0.2)
+  size = (4.6 * columns, 3.2 * rows + 0.7)
   return plt.subplots(
       rows, columns, figsize=size, layout='constrained', squeeze=False,
       **options,
@@ -64,6 +64,15 @@ def _panel(axes, rows: Rows, names: dict, curve: simulation.Curve, x: str):
   axes.set_ylabel(curve.label)
 
 
+def _legend(figure, axes, columns: int) -> None:
+  """Below the panels, where no curve is."""
+  handles, labels = axes[0, 0].get_legend_handles_labels()
+  figure.legend(
+      handles, labels, loc='outside lower center', ncols=columns,
+      frameon=False, handlelength=3.5,
+  )
+
+
 _ACCURACY = simulation.Curve('test_accuracy', 'test accuracy')
 _BALANCED = simulation.Curve(
     'balanced_accuracy', 'class-balanced test accuracy'
@@ -82,7 +91,7 @@ def figure_2a(rows: Rows, path: str) -> str:
   figure, axes = _new()
   names = _by_partition(('fednest', 'lfednest'))
   _panel(axes[0, 0], rows, names, _ACCURACY, 'epoch')
-  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  _legend(figure, axes, 2)
   return _save(figure, path)
 
 
@@ -91,7 +100,7 @@ def figure_2b(rows: Rows, path: str) -> str:
   figure, axes = _new()
   names = _by_partition(('fednest', 'fednest_sgd'))
   _panel(axes[0, 0], rows, names, _ACCURACY, _ROUNDS)
-  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  _legend(figure, axes, 2)
   return _save(figure, path)
 
 
@@ -103,7 +112,7 @@ def figure_2c(rows: Rows, path: str) -> str:
       for tau, partition in rows
   }
   _panel(axes[0, 0], rows, names, _ACCURACY, _ROUNDS)
-  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  _legend(figure, axes, 2)
   return _save(figure, path)
 
 
@@ -130,7 +139,7 @@ def figure_3a(rows: Rows, path: str) -> str:
       axes[0, 0].axhline(
           sum(values) / len(values), linestyle=style, color=colour, label=label
       )
-  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  _legend(figure, axes, 2)
   return _save(figure, path)
 
 
@@ -139,7 +148,7 @@ def figure_3b(rows: Rows, path: str) -> str:
   figure, axes = _new()
   names = _by_partition(('fednest', 'fednest_sgd'))
   _panel(axes[0, 0], rows, names, _BALANCED, _ROUNDS)
-  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  _legend(figure, axes, 2)
   return _save(figure, path)
 
 
@@ -177,11 +186,7 @@ def figure_4(rows: Rows, path: str) -> str:
       _panel(axes[i, j], rows, names, curve, 'epoch')
       kind = 'some clients per epoch' if partial else 'all clients'
       axes[i, j].set_title(kind, fontsize=10)
-  handles, labels = axes[0, 0].get_legend_handles_labels()
-  figure.legend(
-      handles, labels, loc='outside lower center', ncols=3, frameon=False,
-      handlelength=3.5,
-  )
+  _legend(figure, axes, 3)
   return _save(figure, path)
 
 
@@ -191,7 +196,7 @@ def figure_5(rows: Rows, path: str) -> str:
   names = {method: NAMES[method] for method in sets.LIGHT_METHODS}
   for j, x in enumerate(('epoch', _ROUNDS)):
     _panel(axes[0, j], rows, names, _ACCURACY, x)
-  axes[0, 0].legend(frameon=False, handlelength=3.5)
+  _legend(figure, axes, 3)
   return _save(figure, path)
 
 
@@ -203,11 +208,7 @@ def figure_6(rows: Rows, path: str) -> str:
     names = {(step, method): NAMES[method] for method in sets.STEP_METHODS}
     _panel(place, rows, names, _ACCURACY, _ROUNDS)
     place.set_title(rf'$\alpha$ = {step:g}', fontsize=10)
-  handles, labels = axes[0, 0].get_legend_handles_labels()
-  figure.legend(
-      handles, labels, loc='outside lower center', ncols=4, frameon=False,
-      handlelength=3.5,
-  )
+  _legend(figure, axes, 4)
   return _save(figure, path)
 
 

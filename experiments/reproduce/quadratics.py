@@ -197,3 +197,28 @@ class Quadratics:
     if kind == 'compositional':
       return multiply(A, multiply(A, x) + b - c)
     return multiply(A, x) - b
+
+
+def _local_operators(case: Quadratics, beta: float, steps: int):
+  """(I - beta A_i)^tau and S_i = beta sum_{nu < tau} (I - beta A_i)^nu."""
+  A = case.A.mean(axis=1)[:, 0]
+  contraction = np.eye(A.shape[-1]) - beta * A
+  powers = [np.linalg.matrix_power(contraction, nu) for nu in range(steps + 1)]
+  return powers[-1], beta * sum(powers[:-1])
+
+
+def inner_rate(case: Quadratics, beta: float, steps: int) -> float:
+  """What FedInn multiplies |y - y*|^2 by in the end: y+ - y* = M (y - y*)."""
+  _, S = _local_operators(case, beta, steps)
+  M = np.eye(S.shape[-1]) - S.mean(axis=0) @ case.means[0][0]
+  return float(np.abs(np.linalg.eigvals(M)).max() ** 2)
+
+
+def fixed_point(
+    case: Quadratics, beta: float, steps: int, x: np.ndarray
+) -> np.ndarray:
+  """Where LFedInn ends: y = mean_i [(I - beta A_i)^tau y + S_i (x + b_i)]."""
+  power, S = _local_operators(case, beta, steps)
+  linear = (x + case.b.mean(axis=1))[:, 0]
+  offset = np.einsum('ijk,ik->j', S, linear) / len(S)
+  return np.linalg.solve(np.eye(len(offset)) - power.mean(axis=0), offset)

@@ -54,7 +54,10 @@ def _draw_bias(axes, bias: dict[str, Any]) -> None:
     axes.errorbar(
         sampled['N'], sampled['bias'], yerr=sampled['error'], fmt='*',
         color='black', markersize=8, capsize=3,
-        label=f'mean of {bias["num_draws"]} calls,\none example each',
+        label=(
+            f'mean of {bias["num_draws"]} calls on single\n'
+            'examples, and its std.'
+        ),
     )
   axes.set_xscale('log', base=2)
   axes.set_xticks(terms, terms)
@@ -68,7 +71,7 @@ def _draw_bias(axes, bias: dict[str, Any]) -> None:
 
 def _draw_slopes(axes, slopes: dict[str, Any]) -> None:
   epochs = np.array(slopes['K'])
-  lowest = np.inf
+  highest = 0.0
   for k, (kind, fitted) in enumerate(slopes['kinds'].items()):
     values = np.array(fitted['means']['values'])
     mean = values.mean(axis=0)
@@ -82,18 +85,20 @@ def _draw_slopes(axes, slopes: dict[str, Any]) -> None:
         epochs, mean - error, mean + error, color=_STYLES[k][2], alpha=0.15,
         lw=0,
     )
-    lowest = min(lowest, mean[0])
-  guide = lowest / 1.6 * np.sqrt(epochs[0] / epochs)
+    highest = max(highest, mean[0])
+  guide = 1.5 * highest * np.sqrt(epochs[0] / epochs)
   axes.plot(epochs, guide, color='black', lw=0.8, label='slope -1/2')
   axes.set_xscale('log', base=2)
   axes.set_xticks(epochs, epochs)
   axes.set_yscale('log')
+  # Room for the legend below.
+  axes.set_ylim(bottom=axes.get_ylim()[0] / 2.5)
   axes.set_xlabel('epochs $K$')
   axes.set_ylabel(r'mean of $|\nabla f(x_k)|^2$ over $k < K$')
   axes.set_title('FedNest on stochastic problems', fontsize=10)
   axes.legend(
-      frameon=False, fontsize=8, loc='best', title='slope ± standard error',
-      title_fontsize=8,
+      frameon=False, fontsize=8, loc='lower left', title_fontsize=8,
+      title='slope ± standard error',
   )
 
 
@@ -102,7 +107,7 @@ def _draw_inner(axes, inner: dict[str, Any]) -> None:
       ('fed_inn', f'FedInn: factor {inner["rate"]:.3f} per call'),
       ('lfed_inn', 'LFedInn (FedAvg)'),
   )):
-    squares = np.maximum(inner[name], _LEAST)
+    squares = inner[name]
     rounds = inner['rounds_per_call'][name] * np.arange(len(squares))
     _line(axes, k, rounds, squares, label, markevery=8)
   axes.axhline(
@@ -141,7 +146,7 @@ def draw(results: dict[str, Any], path: str) -> str:
     axes.grid(color='0.9', linewidth=0.6)
     axes.spines[['top', 'right']].set_visible(False)
   temporary = f'{path}.tmp.png'
-  figure.savefig(temporary, dpi=130)
+  figure.savefig(temporary, dpi=110)
   os.replace(temporary, f'{path}.png')
   plt.close(figure)
   return f'{path}.png'

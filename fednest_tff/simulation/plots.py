@@ -44,7 +44,10 @@ class Curve(NamedTuple):
 def series(
     runs: Sequence[list[dict[str, Any]]], x: str, y: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Abscissae, and a row of ordinates per run, of the epochs they all have."""
+  """Abscissae, and a row of ordinates per run, of the epochs they all have.
+
+  Epochs with an ordinate that is not finite are left out.
+  """
   tables = [
       {row['epoch']: row for row in rows if y in row} for rows in runs
   ]
@@ -56,8 +59,11 @@ def series(
     return row[x]
 
   at = np.array([abscissa(tables[0][epoch]) for epoch in shared], float)
-  found = [[table[epoch][y] for epoch in shared] for table in tables]
-  return at, np.array(found, float)
+  found = np.array(
+      [[table[epoch][y] for epoch in shared] for table in tables], float
+  )
+  finite = np.isfinite(found).all(axis=0)
+  return at[finite], found[:, finite]
 
 
 def draw_curves(axes, runs: dict[str, Sequence], curve: Curve, x: str) -> None:
@@ -65,7 +71,13 @@ def draw_curves(axes, runs: dict[str, Sequence], curve: Curve, x: str) -> None:
   for k, (name, rows) in enumerate(runs.items()):
     line, marker, colour = _STYLES[k % len(_STYLES)]
     at, values = series(rows, x, curve.column)
-    mean, deviation = values.mean(axis=0), values.std(axis=0)
+    with np.errstate(over='ignore', invalid='ignore'):
+      mean, deviation = values.mean(axis=0), values.std(axis=0)
+    # matplotlib stumbles over lines and bands that it cannot show.
+    shown = np.isfinite(deviation)
+    if curve.logarithmic:
+      shown &= mean > 0
+    at, mean, deviation = at[shown], mean[shown], deviation[shown]
     axes.plot(
         at,
         mean,
@@ -79,7 +91,7 @@ def draw_curves(axes, runs: dict[str, Sequence], curve: Curve, x: str) -> None:
         markerfacecolor='white',
         label=name,
     )
-    if len(rows) > 1:
+    if len(rows) > 1 and shown.any():
       axes.fill_between(
           at, mean - deviation, mean + deviation, color=colour, alpha=0.15, lw=0
       )

@@ -92,7 +92,12 @@ class Recorder(tff.program.ReleaseManager):
     row = self._row(value, key)
     with errors.file_errors(self.path):
       await self._csv.release(row, key)
-      numbers = {k: v for k, v in row.items() if k not in self._labels}
+      # As arrays: of a large Python float TensorFlow makes no float32.
+      numbers = {
+          name: np.asarray(number)
+          for name, number in row.items()
+          if name not in self._labels
+      }
       await self._tensorboard.release(numbers, key)
     check_finite(row | {'epoch': key}, self.path)
 

@@ -1,0 +1,166 @@
+"""The reproduction: one small figure in full, and its judgements."""
+
+import json
+import os
+
+from absl import flags
+from absl.testing import flagsaver
+import pytest
+import tensorflow_federated as tff
+
+from experiments.reproduce import __main__ as reproduce
+from experiments.reproduce import claims, figures, sets
+
+
+@pytest.fixture
+def restored_context():
+  flags.FLAGS.mark_as_parsed()
+  context = tff.framework.get_context_stack().current
+  yield
+  tff.framework.set_default_context(context)
+
+
+def _tiny(name, data_dir, seeds):
+  preset = sets.Preset(name, seeds or 1, {}, {}, {}, 2, ())
+  hyper = dict(
+      dataset='digits', num_clients=4, clients_per_round=2, hidden=['8'],
+      batch_size=64, inner_local_epochs=1, neumann_terms=2, epochs=3, unroll=0,
+  )
+  return preset._replace(hyper=hyper)
+
+
+def test_a_figure_from_runs_to_claims(tmp_path, monkeypatch, restored_context):
+  monkeypatch.setattr(sets, 'make_preset', _tiny)
+  with flagsaver.flagsaver(
+      figure=['5'], preset='quick', output_dir=str(tmp_path)
+  ):
+    assert reproduce.main(['reproduce']) == 0
+    first = (tmp_path / 'claims.md').read_text()
+    # Again: nothing is run, everything is read.
+    with monkeypatch.context() as patch:
+      patch.setattr(
+          'fednest_tff.simulation.train', lambda *a, **k: pytest.fail('ran')
+      )
+      assert reproduce.main(['reproduce']) == 0
+  assert (tmp_path / 'claims.md').read_text() == first
+  assert os.path.getsize(tmp_path / 'fig5.png') < 200_000
+  (claim,) = json.loads((tmp_path / 'claims.json').read_text())
+  assert claim['figure'] == '5'
+  assert set(claim['measured']) == set(sets.LIGHT_METHODS)
+  assert claim['verdict'] in (claims.HOLDS, claims.WEAKLY, claims.FAILS)
+
+
+@pytest.mark.parametrize(
+    'given, message',
+    [
+        (dict(figure=['7']), '--figure=7'),
+        (dict(figure=['2a'], preset='paper'), 'needs --data_dir'),
+        (dict(figure=['2a'], preset='paper', data_dir='/nowhere'), '/nowhere'),
+    ],
+)
+def test_bad_flags(given, message, tmp_path, capfd, restored_context):
+  with flagsaver.flagsaver(output_dir=str(tmp_path / 'out'), **given):
+    assert reproduce.main(['reproduce']) == 2
+  error = capfd.readouterr().err
+  assert error.startswith('error: ') and message in error
+  assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize('preset', ['quick', 'paper', 'tuned'])
+@pytest.mark.parametrize('figure', sets.FIGURES)
+def test_every_run_has_settings_that_its_experiment_knows(figure, preset):
+  runs = sets.runs_of(figure, sets.make_preset(preset, 'somewhere', None))
+  for run in runs.values():
+    settings = run.experiment.resolve(run.given)
+    assert settings.epochs >= 20
+  names = [run.name for run in runs.values()]
+  assert len(set(names)) == len(names)
+
+
+def test_shared_runs_are_the_same():
+  preset = sets.make_preset('paper', 'somewhere', 3)
+  found = {}
+  for figure in sets.FIGURES:
+    for run in sets.runs_of(figure, preset).values():
+      assert found.setdefault(run.name, run.given) == run.given
+
+
+def test_paper_preset_has_the_settings_of_appendix_h():
+  preset = sets.make_preset('paper', 'somewhere', None)
+  for settings in (preset.hyper, preset.tuning):
+    assert settings['batch_size'] == 64
+    assert settings['inner_local_epochs'] == 5
+    assert settings['num_clients'] == 100
+    assert settings['clients_per_round'] == 10
+  assert preset.hyper['inner_rounds'] == 1
+  assert preset.hyper['neumann_terms'] == 5
+  assert preset.hyper['inner_learning_rate'] == 0.01
+  assert preset.saddle['ridge'] == 10 and preset.seeds == 3
+
+
+def _rows(accuracies, rounds_per_epoch=1, column='test_accuracy'):
+  return [
+      {
+          'epoch': k + 1,
+          'communication_rounds': (k + 1) * rounds_per_epoch,
+          column: accuracy,
+      }
+      for k, accuracy in enumerate(accuracies)
+  ]
+
+
+@pytest.mark.parametrize(
+    'other, verdict',
+    [
+        ([0.5, 0.5], claims.HOLDS),
+        ([0.895, 0.895], claims.WEAKLY),
+        ([0.91, 0.91], claims.FAILS),
+        # A larger mean that the spread over seeds does not bear out.
+        ([0.7, 0.99], claims.WEAKLY),
+        # A run without rows diverged and counts as nothing.
+        ([None, None], claims.HOLDS),
+    ],
+)
+def test_better_is_judged_by_size_and_spread(other, verdict):
+  rows = {
+      ('fednest', 'shards'): [_rows([0.1, 0.9]), _rows([0.1, 0.9])],
+      ('lfednest', 'shards'): [
+          _rows([0.1, value]) if value is not None else [] for value in other
+      ],
+  }
+  measured, found = claims._better_than_light(rows)
+  assert found == verdict
+  assert measured['FedNest'].mean == pytest.approx(0.9)
+
+
+def test_equal_rounds_are_those_of_the_shorter_run():
+  rows = {
+      ('fednest', 'shards'): [_rows([0.1, 0.2, 0.3], 9)],
+      ('fednest_sgd', 'shards'): [_rows([0.15, 0.25, 0.35], 8)],
+  }
+  measured, _ = claims._svrg('test_accuracy')(rows)
+  # After 24 rounds, the end of the second, the first has had two epochs.
+  assert measured['SVRG'].mean == 0.2
+  assert measured['SGD'].mean == 0.35
+
+
+@pytest.mark.parametrize(
+    'distances, verdict',
+    [
+        ([10.0**-k for k in range(1, 12)], claims.HOLDS),
+        ([1 / k for k in range(1, 12)], claims.FAILS),
+        ([10.0 ** -min(k, 4) for k in range(12)], claims.FAILS),
+    ],
+)
+def test_linear_convergence(distances, verdict):
+  rows = {
+      ('fednest', spread, False): [_rows(distances, column='x_distance')]
+      for spread in sets.SPREADS
+  }
+  assert claims._linear(False)(rows)[1] == verdict
+
+
+def test_squares_are_squares():
+  rows = {'a': [[{'x_distance': 3.0, 'y_distance': 0.5, 'epoch': 1}]]}
+  (row,) = figures.squared(rows)['a'][0]
+  assert row['x_squared'] == 9 and row['y_squared'] == 0.25
