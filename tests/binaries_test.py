@@ -60,7 +60,7 @@ CASES = {
     'no_tuning': (loss_tuning, LIGHT | dict(no_tuning=True), 3, BALANCED),
     'centralised': (loss_tuning, ALONE | dict(centralised=True), 1, BALANCED),
     'class_weights': (
-        loss_tuning, IMAGES | dict(tune_class_weights=True), 3, BALANCED
+        loss_tuning, LIGHT | dict(tune_class_weights=True), 3, BALANCED
     ),
     'saddle': (minimax, SMALL, 3, DISTANCES),
     'saddle_partial': (
@@ -128,10 +128,27 @@ def last_weights(directory, process, epoch):
   return process.get_model_weights(state)
 
 
+def noting(experiment):
+  """The experiment, and the trials and processes that it will make."""
+  trials, processes = [], []
+
+  def make_trial(resolved, seed):
+    trial = experiment.make_trial(resolved, seed)
+    trials.append(trial)
+
+    def build(method):
+      processes.append(trial.build(method))
+      return processes[-1]
+
+    return trial._replace(build=build)
+
+  return experiment._replace(make_trial=make_trial), trials, processes
+
+
 @pytest.mark.parametrize('name', CASES)
 def test_binary(name, tmp_path, capfd):
   module, chosen, cohort_size, columns = CASES[name]
-  experiment = module.EXPERIMENT
+  experiment, trials, processes = noting(module.EXPERIMENT)
   assert run(experiment, tmp_path, **chosen) == 0
   printed = capfd.readouterr()
   assert printed.err == ''
@@ -151,8 +168,7 @@ def test_binary(name, tmp_path, capfd):
     assert (tmp_path / file).stat().st_size > 5_000
   assert list((tmp_path / 'tensorboard').glob('events.out.tfevents.*'))
 
-  trial = experiment.make_trial(resolved, seed)
-  process = trial.build(method)
+  (trial,), (process,) = trials, processes
   cost = fednest_tff.communication_cost(process)
   header, rows = read(tmp_path / 'metrics.csv')
   assert header[: len(CONTRACT)] == CONTRACT

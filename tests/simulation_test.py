@@ -445,9 +445,12 @@ def test_draw_without_a_value(tmp_path):
   assert os.path.exists(simulation.draw(runs, CURVE, str(tmp_path / 'plot')))
   logarithmic = CURVE._replace(logarithmic=True)
   for values in ([float('inf')] * 2, [0.0, 0.0], [1e300, 1e-300], [1e-3, 0.0]):
-    runs = {'a': [rows_of(values), rows_of(values[::-1])]}
-    simulation.draw(runs, logarithmic, str(tmp_path / 'odd'))
-    simulation.draw(runs, CURVE, str(tmp_path / 'odd'))
+    figure, panels = plt.subplots(1, 2)
+    for axes, curve in zip(panels, (CURVE, logarithmic), strict=True):
+      runs = {'a': [rows_of(values), rows_of(values[::-1])]}
+      plots.draw_curves(axes, runs, curve, 'epoch')
+    figure.canvas.draw()
+    plt.close(figure)
   assert os.path.exists(
       simulation.draw({'a': [rows]}, logarithmic, str(tmp_path / 'log'))
   )

@@ -98,7 +98,7 @@ def _draw_slopes(axes, slopes: dict[str, Any]) -> None:
   axes.set_title('FedNest on stochastic problems', fontsize=10)
   axes.legend(
       frameon=False, fontsize=8, loc='lower left', title_fontsize=8,
-      title='slope ± standard error',
+      title='slope ± standard error over lanes',
   )
 
 
@@ -234,7 +234,7 @@ def _judge_slope(kind: str, fitted: dict[str, Any]) -> dict[str, Any]:
       ' gradient over K epochs shrinks as 1/sqrt(K).',
       {
           'slope': value,
-          'standard error': fitted['means']['error'],
+          'standard error over lanes': fitted['means']['error'],
           'slope, second half of the epochs': fitted['late']['slope'],
           'second half/all at the largest K': float(share[-1]),
       },
