@@ -22,6 +22,7 @@ from experiments import (
 )
 import fednest_tff
 from fednest_tff import simulation
+from fednest_tff.runtime import workers
 from fednest_tff.simulation import checkpoints
 
 pytestmark = pytest.mark.usefixtures('default_context')
@@ -253,6 +254,31 @@ def test_several_methods_and_seeds(tmp_path, capfd):
   before = (tmp_path / 'metrics.csv').read_bytes()
   assert run(minimax.EXPERIMENT, tmp_path, **chosen) == 0
   assert (tmp_path / 'metrics.csv').read_bytes() == before
+
+
+def test_workers_runtime(tmp_path):
+  chosen = dict(epochs=2, num_clients=3, dimension=2)
+  with workers.local_workers(2, log_dir=str(tmp_path / 'logs')) as local:
+    code = run(
+        minimax.EXPERIMENT,
+        tmp_path / 'workers',
+        runtime='workers',
+        workers=[worker.address for worker in local],
+        **chosen,
+    )
+  assert code == 0
+  assert run(minimax.EXPERIMENT, tmp_path / 'here', unroll=0, **chosen) == 0
+  found, expected = (
+      simulation.read_rows(str(tmp_path / name / 'metrics.csv'))
+      for name in ('workers', 'here')
+  )
+  assert [row['communication_rounds'] for row in found] == [4, 8]
+  for row, other in zip(found, expected, strict=True):
+    assert row.keys() == other.keys()
+    for name in row.keys() - {'seconds', 'method'}:
+      np.testing.assert_allclose(
+          row[name], other[name], rtol=1e-5, atol=1e-6, err_msg=name
+      )
 
 
 def test_saddle_converges_to_the_closed_form(tmp_path):

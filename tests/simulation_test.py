@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import fcntl
 import json
 import os
 import shutil
@@ -36,6 +37,26 @@ def test_directory_is_locked_while_it_is_open(tmp_path):
       simulation.RunDirectory(path, {'a': 1}, {}).__enter__()
     assert os.path.exists(first.join('config.json'))
   with simulation.RunDirectory(path, {'a': 1}, {}):
+    pass
+
+
+def test_lock_that_its_owner_removed_meanwhile(tmp_path, monkeypatch):
+  path = str(tmp_path / 'run')
+  flock, calls = fcntl.flock, []
+
+  def late(file, operation):
+    if not calls:
+      # Another start failed and tidied up; a third one has begun.
+      os.remove(file.name)
+      calls.append(open(file.name, 'a'))
+      flock(calls[0], fcntl.LOCK_EX)
+    flock(file, operation)
+
+  monkeypatch.setattr(fcntl, 'flock', late)
+  with pytest.raises(simulation.RunError, match='another process'):
+    simulation.RunDirectory(path, {}, {}).__enter__()
+  calls[0].close()
+  with simulation.RunDirectory(path, {}, {}):
     pass
 
 
@@ -106,6 +127,7 @@ def metrics(loss, **evaluation):
       'nested': {'count': np.int64(7)},
       'vector': np.zeros(3),
       'round_number': 1,
+      'communication_rounds': 99,
       'training_time_in_seconds': 1.23456,
   }
   return found | {f'evaluation/{k}': v for k, v in evaluation.items()}
@@ -197,7 +219,7 @@ def test_rows_survive_writing_and_reading(tmp_path):
 
 def test_summarize():
   rows = [
-      {'epoch': 1, 'method': 'm', 'seed': 0, 'loss': 3.0},
+      {'epoch': 1, 'method': 'm', 'seed': 0, 'loss': float('nan')},
       {'epoch': 2, 'method': 'm', 'seed': 0, 'loss': 1.0, 'accuracy': 0.9},
       {'epoch': 3, 'method': 'm', 'seed': 0, 'loss': 2.0, 'accuracy': 0.8},
       {'epoch': 4, 'method': 'm', 'seed': 0, 'loss': float('nan')},

@@ -116,7 +116,8 @@ class Recorder(tff.program.ReleaseManager):
         **self._labels,
     }
     for name, number in (evaluation | training).items():
-      if name not in _DROPPED:
+      # A driver counts rounds, too, but those of one epoch.
+      if name not in _DROPPED and name not in row:
         row[name] = number
     return row
 

@@ -155,7 +155,8 @@ def train(
     recorder = records.Recorder(
         directory,
         {'method': method, 'seed': seed},
-        communication_cost(process),
+        # What drives a process round by round has the process itself.
+        communication_cost(getattr(process, 'process', process)),
         trial.cohort_size,
     )
   manager = checkpoints.Checkpoints(directory, recorder.last_epoch)
