@@ -12,6 +12,7 @@ paper's randomly stopped product, the truncated Neumann sum, conjugate gradient
 (`local.inverse_hessian`) and the power iteration that estimates l.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -158,14 +159,18 @@ class FedIHGP:
           weight(client, message.seed, message.index),
       )
 
-    @tff.tensorflow.computation(product_type, *client_types)
-    def client_step(message, features, client):
-      answer = tf.cond(
-          tf.equal(message.index, 0),
-          lambda: gradient(message, features, client),
-          lambda: product(message, features, client),
-      )
-      return answer, weight(client, message.seed, message.index)
+    @functools.cache  # Traced only if asked for: second derivatives take long.
+    def client_step():
+      @tff.tensorflow.computation(product_type, *client_types)
+      def step(message, features, client):
+        answer = tf.cond(
+            tf.equal(message.index, 0),
+            lambda: gradient(message, features, client),
+            lambda: product(message, features, client),
+        )
+        return answer, weight(client, message.seed, message.index)
+
+      return step
 
     @tff.tensorflow.computation(inner, scalar, federated.seed_type)
     def server_start(b, smoothness, seed):
@@ -231,7 +236,7 @@ class FedIHGP:
       self, state, message, features, clients
   ) -> rounds.RoundOutput:
     """b if `message.index` is 0, else H v."""
-    return self._mean(self._client_step, state, message, features, clients)
+    return self._mean(self._client_step(), state, message, features, clients)
 
   def __call__(self, state, x, y, smoothness, seed, features, clients):
     """p after at most N rounds; those beyond N' leave it as it is.
