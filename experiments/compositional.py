@@ -8,11 +8,8 @@ markets, whose solution is known in closed form; `--problem=sine` is MAML over
 clients with a sine curve each.
 """
 
-import numpy as np
-
 from experiments import (
     closed_form,
-    image_clients,
     nested,
     program,
     sine_meta_learning,
@@ -63,16 +60,7 @@ def _portfolio(settings: Settings, seed: int) -> simulation.Trial:
       spread=settings.spread,
       seed=seed,
   )
-  size = settings.clients_per_round or settings.num_clients
-  return simulation.Trial(
-      lambda method: nested.build(case.problem, method, settings, seed),
-      image_clients.make_cohort(case.datasets, size, seed),
-      lambda weights: {
-          'x_distance': float(np.linalg.norm(weights.outer - case.outer)),
-          'y_distance': float(np.linalg.norm(weights.inner - case.inner)),
-      },
-      size,
-  )
+  return nested.closed_form_trial(case, settings, seed)
 
 
 def _sine(settings: Settings, seed: int) -> simulation.Trial:

@@ -53,10 +53,6 @@ _VARIANTS = dict(
 )
 
 
-def _distance(a, b) -> float:
-  return float(np.linalg.norm(np.asarray(a) - b))
-
-
 def _saddle(settings: Settings, seed: int) -> simulation.Trial:
   case = closed_form.saddle(
       settings.num_clients,
@@ -66,16 +62,7 @@ def _saddle(settings: Settings, seed: int) -> simulation.Trial:
       settings.coupling,
       seed=seed,
   )
-  size = settings.clients_per_round or settings.num_clients
-  return simulation.Trial(
-      lambda method: nested.build(case.problem, method, settings, seed),
-      image_clients.make_cohort(case.datasets, size, seed),
-      lambda weights: {
-          'x_distance': _distance(weights.outer, case.outer),
-          'y_distance': _distance(weights.inner, case.inner),
-      },
-      size,
-  )
+  return nested.closed_form_trial(case, settings, seed)
 
 
 def _robust_regression(settings: Settings, seed: int) -> simulation.Trial:
@@ -94,6 +81,7 @@ def _robust_regression(settings: Settings, seed: int) -> simulation.Trial:
   def evaluate(weights):
     x, y = weights.outer, weights.inner
     losses = robust_regression.client_losses(x, clients)
+    best = robust_regression.best_response(x, clients, settings.rho)
     logits = logistic_regression.logits(x, images.test_images)
     return {
         'worst_client_loss': float(losses.max()),
@@ -104,9 +92,7 @@ def _robust_regression(settings: Settings, seed: int) -> simulation.Trial:
         'test_accuracy': float(
             np.mean(np.argmax(logits, axis=1) == images.test_labels)
         ),
-        'y_distance': _distance(
-            y, robust_regression.best_response(x, clients, settings.rho)
-        ),
+        'y_distance': float(np.linalg.norm(y - best)),
     }
 
   return simulation.Trial(

@@ -2,8 +2,13 @@
 
 from typing import Any
 
+import numpy as np
+
+from experiments import image_clients
+from experiments.closed_form import Case
 from experiments.settings import Settings
 import fednest_tff
+from fednest_tff import simulation
 
 # The flags of the methods. The paper's values where it gives them.
 METHOD = dict(
@@ -46,4 +51,24 @@ def build(
     chosen['inner_local_epochs'] = None
   return fednest_tff.build_fed_nest(
       problem, method, seed=seed, **(chosen | options)
+  )
+
+
+def _distance(a: Any, b: Any) -> float:
+  return float(np.linalg.norm(np.asarray(a) - b))
+
+
+def closed_form_trial(
+    case: Case, settings: Settings, seed: int
+) -> simulation.Trial:
+  """A trial that measures the distance to a known solution."""
+  size = settings.clients_per_round or len(case.datasets)
+  return simulation.Trial(
+      lambda method: build(case.problem, method, settings, seed),
+      image_clients.make_cohort(case.datasets, size, seed),
+      lambda weights: {
+          'x_distance': _distance(weights.outer, case.outer),
+          'y_distance': _distance(weights.inner, case.inner),
+      },
+      size,
   )

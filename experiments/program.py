@@ -9,11 +9,9 @@ from collections.abc import Callable
 import datetime
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple
 from absl import app, flags, logging
 import tensorflow_federated as tff
 
+from experiments import report
 from experiments import settings as settings_lib
 import fednest_tff
 from fednest_tff import data, simulation
@@ -250,69 +249,6 @@ def execute(
   return dict(results), failures
 
 
-def _over_seeds(function, parts, name, key) -> float | None:
-  """A statistic over the seeds; `None` if one of them is not finite."""
-  values = [part[name][key] for part in parts]
-  return function(values) if all(map(math.isfinite, values)) else None
-
-
-def _summary(results: dict[str, list]) -> dict[str, Any]:
-  """Mean and standard deviation over the seeds of last and best values."""
-  found = {}
-  for method, runs in results.items():
-    parts = [simulation.summarize(rows) for rows in runs]
-    found[method] = {
-        name: {
-            f'{key}{suffix}': _over_seeds(function, parts, name, key)
-            for key in ('last', 'best', 'best_epoch')
-            for suffix, function in (
-                ('', statistics.fmean), ('_std', statistics.pstdev)
-            )
-        }
-        for name in parts[0]
-        if all(name in part for part in parts)
-    }
-  return {'num_seeds': len(next(iter(results.values()))), 'methods': found}
-
-
-def _table(results: dict[str, list], curve: simulation.Curve) -> str:
-  """Methods in rows: the curve's last value, what it cost."""
-  header = [
-      'method', curve.label, 'rounds', 'MB up', 'MB down', 's/epoch', 's total'
-  ]
-  table = [header]
-  for method, runs in results.items():
-    lasts = [
-        next(
-            (r[curve.column] for r in reversed(rows) if curve.column in r),
-            float('nan'),
-        )
-        for rows in runs
-    ]
-    shown = f'{statistics.fmean(lasts):.4g}'
-    if len(lasts) > 1:
-      shown += f' ± {statistics.pstdev(lasts):.2g}'
-    rows = runs[0]
-    seconds = [row['seconds'] for rows in runs for row in rows]
-    table.append([
-        method,
-        shown,
-        f'{rows[-1]["communication_rounds"]:,}',
-        f'{rows[-1]["bytes_up"] / 1e6:,.1f}',
-        f'{rows[-1]["bytes_down"] / 1e6:,.1f}',
-        f'{statistics.median(seconds):.3f}',
-        f'{sum(seconds) / len(runs):.0f}',
-    ])
-  widths = [max(len(row[k]) for row in table) for k in range(len(header))]
-  return '\n'.join(
-      '  '.join(
-          [row[0].ljust(widths[0])]
-          + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
-      )
-      for row in table
-  )
-
-
 def run_in(
     experiment: Experiment,
     settings: settings_lib.Settings,
@@ -354,12 +290,13 @@ def run_in(
         ]
         simulation.write_rows(directory.join('metrics.csv'), every)
       if results:
-        simulation.write_json(directory.join('summary.json'), _summary(results))
+        summary = report.summary(results)
+        simulation.write_json(directory.join('summary.json'), summary)
         plot = simulation.draw(
             results, curve, directory.join('plot'), experiment.title
         )
   if results and not quiet:
-    print(_table(results, curve))
+    print(report.table(results, curve))
     print(f'plot: {plot}')
   return results, failures
 

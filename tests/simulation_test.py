@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from experiments import minimax, program, settings
+from experiments import minimax, report, settings
 import fednest_tff
 from fednest_tff import simulation
 from fednest_tff.simulation import checkpoints, plots, records, training
@@ -230,7 +230,7 @@ def test_summarize():
   assert (found['loss']['best'], found['loss']['best_epoch']) == (1.0, 2)
   assert np.isnan(found['loss']['last'])
   # A number that is not finite has no place in JSON.
-  summary = program._summary({'m': [rows]})['methods']['m']
+  summary = report.summary({'m': [rows]})['methods']['m']
   assert summary['loss']['last'] is None and summary['loss']['best'] == 1.0
   json.dumps(summary, allow_nan=False)
 

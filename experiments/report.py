@@ -1,0 +1,70 @@
+"""What the runs of an experiment come to: a summary and a table."""
+
+import math
+import statistics
+from typing import Any
+
+from fednest_tff import simulation
+
+
+def _over_seeds(function, parts, name, key) -> float | None:
+  """A statistic over the seeds; `None` if one of them is not finite."""
+  values = [part[name][key] for part in parts]
+  return function(values) if all(map(math.isfinite, values)) else None
+
+
+def summary(results: dict[str, list]) -> dict[str, Any]:
+  """Mean and standard deviation over the seeds of last and best values."""
+  found = {}
+  for method, runs in results.items():
+    parts = [simulation.summarize(rows) for rows in runs]
+    found[method] = {
+        name: {
+            f'{key}{suffix}': _over_seeds(function, parts, name, key)
+            for key in ('last', 'best', 'best_epoch')
+            for suffix, function in (
+                ('', statistics.fmean), ('_std', statistics.pstdev)
+            )
+        }
+        for name in parts[0]
+        if all(name in part for part in parts)
+    }
+  return {'num_seeds': len(next(iter(results.values()))), 'methods': found}
+
+
+def table(results: dict[str, list], curve: simulation.Curve) -> str:
+  """Methods in rows: the curve's last value, what it cost."""
+  header = [
+      'method', curve.label, 'rounds', 'MB up', 'MB down', 's/epoch', 's total'
+  ]
+  rows_shown = [header]
+  for method, runs in results.items():
+    lasts = [
+        next(
+            (r[curve.column] for r in reversed(rows) if curve.column in r),
+            float('nan'),
+        )
+        for rows in runs
+    ]
+    shown = f'{statistics.fmean(lasts):.4g}'
+    if len(lasts) > 1:
+      shown += f' ± {statistics.pstdev(lasts):.2g}'
+    rows = runs[0]
+    seconds = [row['seconds'] for rows in runs for row in rows]
+    rows_shown.append([
+        method,
+        shown,
+        f'{rows[-1]["communication_rounds"]:,}',
+        f'{rows[-1]["bytes_up"] / 1e6:,.1f}',
+        f'{rows[-1]["bytes_down"] / 1e6:,.1f}',
+        f'{statistics.median(seconds):.3f}',
+        f'{sum(seconds) / len(runs):.0f}',
+    ])
+  widths = [max(len(row[k]) for row in rows_shown) for k in range(len(header))]
+  return '\n'.join(
+      '  '.join(
+          [row[0].ljust(widths[0])]
+          + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
+      )
+      for row in rows_shown
+  )
