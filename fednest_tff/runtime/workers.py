@@ -32,7 +32,7 @@ from absl import app, flags, logging
 import grpc
 import tensorflow_federated as tff
 
-from fednest_tff.runtime import local_worker, native
+from fednest_tff.runtime import local_worker, native, shares
 from fednest_tff.runtime import remote as remote_lib
 
 _MISSES = 2  # Unanswered probes in a row after which a worker counts as lost.
@@ -132,50 +132,6 @@ class _Worker:
       finished.set()
 
 
-def _is_at_clients(type_spec: tff.Type) -> bool:
-  return (
-      isinstance(type_spec, tff.FederatedType)
-      and type_spec.placement is tff.CLIENTS
-  )
-
-
-def _has_clients(type_spec: tff.Type | None) -> bool:
-  return type_spec is not None and tff.types.contains(type_spec, _is_at_clients)
-
-
-def _at_clients(value: Any, type_spec: tff.Type) -> Iterator[list]:
-  """Every list of clients' values in `value`."""
-  if _is_at_clients(type_spec):
-    if not type_spec.all_equal:
-      yield value
-  elif _has_clients(type_spec):
-    value = tff.structure.from_container(value)
-    for k, (_, element_type) in enumerate(
-        tff.structure.iter_elements(type_spec)
-    ):
-      yield from _at_clients(value[k], element_type)
-
-
-def _share(value: Any, type_spec: tff.Type, part: int, num_parts: int) -> Any:
-  """`value` with only one part of its clients, or none if `num_parts` is 0."""
-  if not _has_clients(type_spec):
-    return value
-  if isinstance(type_spec, tff.StructType):
-    value = tff.structure.from_container(value)
-    return tff.structure.Struct(
-        (name, _share(value[k], element_type, part, num_parts))
-        for k, (name, element_type) in enumerate(
-            tff.structure.iter_elements(type_spec)
-        )
-    )
-  if type_spec.all_equal:
-    return value
-  if num_parts == 0:
-    return []
-  begin = part * len(value) // num_parts
-  return list(value[begin : (part + 1) * len(value) // num_parts])
-
-
 def _compile(comp: tff.Computation) -> tff.framework.MergeableCompForm:
   try:
     return tff.backends.native.compile_to_mergeable_comp_form(comp)
@@ -263,25 +219,28 @@ class WorkersContext(tff.framework.SyncContext):
   def invoke(self, comp: tff.Computation, arg: Any) -> Any:
     """The result of `comp`; `WorkerError` if no worker is left."""
     parameter = comp.type_signature.parameter
-    if not _has_clients(parameter):
+    if not shares.has_clients(parameter):
       return self._server.invoke(comp, arg)
     form = self._compile(comp)
-    num_clients = max(map(len, _at_clients(arg, parameter)), default=0)
+    lists = shares.lists_at_clients(arg, parameter)
+    num_clients = max(map(len, lists), default=0)
     num_parts = max(1, min(num_clients, len(self._workers)))
-    parts = [_share(arg, parameter, k, num_parts) for k in range(num_parts)]
+    parts = [
+        shares.share(arg, parameter, k, num_parts) for k in range(num_parts)
+    ]
     merged, *others = self._on_all(form.up_to_merge, parts)
     for other in others:
       merged = self._server.invoke(
           form.merge, tff.structure.Struct.unnamed(merged, other)
       )
     result_type = form.after_merge.type_signature.result
-    if not _has_clients(result_type):
+    if not shares.has_clients(result_type):
       # What is left is the server's, and needs no client's data.
-      rest = _share(arg, parameter, 0, 0)
+      rest = shares.share(arg, parameter, 0, 0)
       return self._server.invoke(
           form.after_merge, tff.structure.Struct.unnamed(rest, merged)
       )
-    if not _is_at_clients(result_type):
+    if not shares.is_at_clients(result_type):
       raise ValueError(
           'The workers runtime cannot return values of clients together with'
           f' others; got a computation that returns {result_type}.'
