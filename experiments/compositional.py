@@ -19,15 +19,9 @@ from experiments.settings import Settings
 import fednest_tff
 from fednest_tff import simulation
 
-_METHOD = {
-    name: value
-    for name, value in nested.METHOD.items()
-    # The inner Hessian is the identity.
-    if name not in ('neumann_terms', 'ihgp', 'smoothness')
-}
 _DEFAULTS = dict(problem='portfolio')
 _VARIANTS = dict(
-    portfolio=_METHOD | dict(
+    portfolio=nested.WITHOUT_IHGP | dict(
         num_clients=10,
         clients_per_round=None,
         dimension=5,
@@ -37,7 +31,7 @@ _VARIANTS = dict(
         inner_learning_rate=1.0,
         outer_learning_rate=0.2,
     ),
-    sine=_METHOD | dict(
+    sine=nested.WITHOUT_IHGP | dict(
         num_clients=40,
         hidden=['16', '16'],
         adaptation_rate=0.02,

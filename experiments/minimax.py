@@ -22,15 +22,9 @@ from experiments.settings import Settings
 import fednest_tff
 from fednest_tff import simulation
 
-_METHOD = {
-    name: value
-    for name, value in nested.METHOD.items()
-    # Without an inverse Hessian there is nothing to solve.
-    if name not in ('neumann_terms', 'ihgp', 'smoothness')
-}
 _DEFAULTS = dict(problem='saddle')
 _VARIANTS = dict(
-    saddle=_METHOD | dict(
+    saddle=nested.WITHOUT_IHGP | dict(
         num_clients=100,
         clients_per_round=None,
         dimension=10,
@@ -41,7 +35,7 @@ _VARIANTS = dict(
         inner_learning_rate=0.1,
         outer_learning_rate=0.05,
     ),
-    robust_regression=image_clients.DATA | _METHOD | dict(
+    robust_regression=image_clients.DATA | nested.WITHOUT_IHGP | dict(
         partition='shards',
         num_clients=10,
         rho=5.0,

@@ -23,6 +23,13 @@ METHOD = dict(
     outer_learning_rate=0.01,
     batch_size=None,
 )
+# Those of problems without an inverse Hessian: minimax has none, and that of a
+# compositional problem is the identity.
+WITHOUT_IHGP = {
+    name: value
+    for name, value in METHOD.items()
+    if name not in ('neumann_terms', 'ihgp', 'smoothness')
+}
 
 
 def build(

@@ -86,22 +86,16 @@ def _by_partition(methods) -> dict:
   }
 
 
-def figure_2a(rows: Rows, path: str) -> str:
-  """FedNest and LFedNest against epochs."""
-  figure, axes = _new()
-  names = _by_partition(('fednest', 'lfednest'))
-  _panel(axes[0, 0], rows, names, _ACCURACY, 'epoch')
-  _legend(figure, axes, 2)
-  return _save(figure, path)
+def _one_panel(names: dict, curve: simulation.Curve, x: str):
+  """A function that draws a figure of one panel."""
 
+  def draw(rows: Rows, path: str) -> str:
+    figure, axes = _new()
+    _panel(axes[0, 0], rows, names, curve, x)
+    _legend(figure, axes, 2)
+    return _save(figure, path)
 
-def figure_2b(rows: Rows, path: str) -> str:
-  """SVRG and SGD in FedInn against rounds."""
-  figure, axes = _new()
-  names = _by_partition(('fednest', 'fednest_sgd'))
-  _panel(axes[0, 0], rows, names, _ACCURACY, _ROUNDS)
-  _legend(figure, axes, 2)
-  return _save(figure, path)
+  return draw
 
 
 def figure_2c(rows: Rows, path: str) -> str:
@@ -139,15 +133,6 @@ def figure_3a(rows: Rows, path: str) -> str:
       axes[0, 0].axhline(
           sum(values) / len(values), linestyle=style, color=colour, label=label
       )
-  _legend(figure, axes, 2)
-  return _save(figure, path)
-
-
-def figure_3b(rows: Rows, path: str) -> str:
-  """Loss tuning with SVRG and SGD in FedInn against rounds."""
-  figure, axes = _new()
-  names = _by_partition(('fednest', 'fednest_sgd'))
-  _panel(axes[0, 0], rows, names, _BALANCED, _ROUNDS)
   _legend(figure, axes, 2)
   return _save(figure, path)
 
@@ -213,11 +198,17 @@ def figure_6(rows: Rows, path: str) -> str:
 
 
 DRAW: dict[str, Callable[[Rows, str], str]] = {
-    '2a': figure_2a,
-    '2b': figure_2b,
+    '2a': _one_panel(
+        _by_partition(('fednest', 'lfednest')), _ACCURACY, 'epoch'
+    ),
+    '2b': _one_panel(
+        _by_partition(('fednest', 'fednest_sgd')), _ACCURACY, _ROUNDS
+    ),
     '2c': figure_2c,
     '3a': figure_3a,
-    '3b': figure_3b,
+    '3b': _one_panel(
+        _by_partition(('fednest', 'fednest_sgd')), _BALANCED, _ROUNDS
+    ),
     '4': figure_4,
     '5': figure_5,
     '6': figure_6,
