@@ -21,7 +21,7 @@ def restored_context():
 
 
 def _tiny(name, data_dir, seeds):
-  preset = sets.Preset(name, seeds or 1, {}, {}, {}, 2, ())
+  preset = sets.Preset(name, seeds or 1, {}, {}, {}, 2, 3, ())
   hyper = dict(
       dataset='digits', num_clients=4, clients_per_round=2, hidden=['8'],
       batch_size=64, inner_local_epochs=1, neumann_terms=2, epochs=3, unroll=0,

@@ -57,6 +57,7 @@ def _preset() -> sets.Preset:
         hyper=preset.hyper | epochs,
         tuning=preset.tuning | epochs,
         saddle=preset.saddle | epochs,
+        step_epochs=FLAGS.epochs,
     )
   return preset
 

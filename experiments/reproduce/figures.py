@@ -119,13 +119,14 @@ def last(runs: list, column: str) -> list[float]:
 
 
 def figure_3a(rows: Rows, path: str) -> str:
-  """Loss tuning against epochs, and two lines without a federation."""
+  """Loss tuning against epochs; lines of runs that do less."""
   figure, axes = _new()
   names = _by_partition(('fednest', 'lfednest'))
   _panel(axes[0, 0], rows, names, _BALANCED, 'epoch')
   lines = (
       ('centralised', 'centralised bilevel', (0, (8, 2)), '#6b4423'),
-      ('untuned', 'without tuning', (0, (2, 2)), 'black'),
+      ('untuned', 'centralised, untuned', (0, (2, 2)), 'black'),
+      ('untuned clients', 'iid clients, untuned', (0, (1, 3)), 'grey'),
   )
   for key, label, style, colour in lines:
     values = last(rows.get(key, []), 'balanced_accuracy')
