@@ -110,7 +110,7 @@ def make_preset(name: str, data_dir: str | None, seeds: int | None) -> Preset:
   common = dict(epochs=500, epochs_per_evaluation=5, data_dir=data_dir)
   hyper |= common
   tuning |= common
-  saddle |= dict(epochs=200)
+  saddle |= dict(epochs=100)
   if name == 'tuned':
     hyper |= read_flag_file('tuned_fig2')
     tuning |= read_flag_file('tuned_fig3')
