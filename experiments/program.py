@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 from absl import app, flags, logging
 import tensorflow_federated as tff
 
-from experiments import report
+from experiments import report, runtimes
 from experiments import settings as settings_lib
 import fednest_tff
 from fednest_tff import data, simulation
-from fednest_tff.runtime import driver
 
 FLAGS = flags.FLAGS
 _PACKAGES = (
@@ -80,13 +79,6 @@ class Experiment(NamedTuple):
     return found
 
 
-class NoRuntime(tff.framework.SyncContext):
-  """Stands in for TFF's default, which complains when Python ends."""
-
-  def invoke(self, comp, arg):
-    raise RuntimeError('Choose a runtime first: fednest_tff.use_runtime.')
-
-
 def _commit() -> str:
   """The commit of this code; empty if it is not in a repository."""
   here = os.path.dirname(os.path.abspath(__file__))
@@ -115,43 +107,6 @@ def about() -> dict[str, Any]:
   }
 
 
-_runtimes = {}
-
-
-def use_runtime(settings: settings_lib.Settings) -> None:
-  """Makes the chosen runtime TFF's default; one that was there is reused.
-
-  What it has compiled serves the runs that follow.
-  """
-  key = (settings.runtime, settings.unroll, str(settings.devices),
-         str(settings.workers))
-  if key in _runtimes:
-    tff.framework.set_default_context(_runtimes[key])
-    return
-  try:
-    _runtimes[key] = fednest_tff.use_runtime(
-        settings.runtime,
-        devices=settings.devices,
-        unroll=settings.unroll,
-        workers=settings.workers,
-    )
-  except ValueError as error:
-    raise settings_lib.SettingsError(str(error)) from error
-
-
-class _Driven:
-  """A process whose rounds run one by one, as several workers want it."""
-
-  def __init__(self, process):
-    self._driver = driver.build_driver(process)
-    self.process = process
-    self.initialize = process.initialize
-    self.get_model_weights = process.get_model_weights
-
-  def next(self, state, cohort):
-    return self._driver.next(state, cohort)
-
-
 def _trial(experiment, settings, seed) -> simulation.Trial:
   """A trial whose builder names bad settings in one line."""
   try:
@@ -165,7 +120,7 @@ def _trial(experiment, settings, seed) -> simulation.Trial:
     except ValueError as error:
       raise settings_lib.SettingsError(str(error)) from error
     if settings.runtime == 'workers':
-      return _Driven(process)
+      return runtimes.Driven(process)
     return process
 
   return trial._replace(build=build)
@@ -269,7 +224,7 @@ def run_in(
     As `execute` does.
   """
   _runs(experiment, settings)
-  use_runtime(settings)
+  runtimes.use_runtime(settings)
   if overwrite:
     # No run is removed for flags or files that turn out not to fit.
     trial = _trial(experiment, settings, settings.seed)
@@ -345,7 +300,7 @@ def parse(argv: list[str]) -> list[str]:
 
 def run(experiment: Experiment) -> None:
   """The `__main__` of a binary; does not return."""
-  tff.framework.set_default_context(NoRuntime())
+  tff.framework.set_default_context(runtimes.NoRuntime())
   defaults = experiment.flags()
   for name in (*defaults, *settings_lib.PLACES):
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])

@@ -17,6 +17,7 @@ from experiments import (
     loss_tuning,
     minimax,
     program,
+    runtimes,
     settings,
     single_level,
 )
@@ -288,3 +289,20 @@ def test_saddle_converges_to_the_closed_form(tmp_path):
   assert rows[0]['x_distance'] > 0.1
   assert rows[-1]['x_distance'] < 1e-5
   assert rows[-1]['y_distance'] < 1e-5
+
+
+@pytest.mark.parametrize(
+    'clients, expected', [(None, []), (3, []), (4, [1]), (10, [1])]
+)
+def test_many_clients_have_one_thread_per_operation(
+    clients, expected, monkeypatch
+):
+  found = []
+  monkeypatch.setattr(os, 'cpu_count', lambda: 4)
+  monkeypatch.delenv('TF_NUM_INTRAOP_THREADS')
+  monkeypatch.setattr(
+      tf.config.threading, 'set_intra_op_parallelism_threads', found.append
+  )
+  chosen = settings.Settings(clients_per_round=clients, num_clients=None)
+  runtimes._use_one_thread_per_operation(chosen)
+  assert found == expected

@@ -3,6 +3,8 @@
 import os
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+# Tests run on all cores, one process each.
+os.environ.setdefault('TF_NUM_INTRAOP_THREADS', '1')
 
 import psutil
 import pytest

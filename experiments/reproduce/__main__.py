@@ -17,7 +17,7 @@ from absl import app, flags, logging
 import tensorflow_federated as tff
 import tqdm
 
-from experiments import program
+from experiments import program, runtimes
 from experiments import settings as settings_lib
 from experiments.reproduce import claims, figures, sets, theory
 from fednest_tff import data, simulation
@@ -123,7 +123,7 @@ def reproduce(chosen: list[str], preset: sets.Preset, folder: str) -> None:
     print(figures.DRAW[name](rows[name], os.path.join(folder, f'fig{name}')))
   found = claims.judge(rows)
   if 'theory' in chosen:
-    program.use_runtime(settings_lib.Settings(**settings_lib.COMMON))
+    runtimes.use_runtime(settings_lib.Settings(**settings_lib.COMMON))
     measured = theory.run(preset.name, preset.seeds)
     print(theory.draw(measured, os.path.join(folder, 'theory')))
     found += theory.claims(measured)
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == '__main__':
-  tff.framework.set_default_context(program.NoRuntime())
+  tff.framework.set_default_context(runtimes.NoRuntime())
   for name in _OWN:
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
   app.run(lambda argv: sys.exit(main(argv)), flags_parser=program.parse)
