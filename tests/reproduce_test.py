@@ -5,11 +5,14 @@ import os
 
 from absl import flags
 from absl.testing import flagsaver
+import numpy as np
 import pytest
+import tensorflow as tf
 import tensorflow_federated as tff
 
 from experiments.reproduce import __main__ as reproduce
-from experiments.reproduce import claims, figures, sets
+from experiments.reproduce import claims, differences, figures, sets
+from tests import quadratic, reference
 
 
 @pytest.fixture
@@ -67,7 +70,7 @@ def test_bad_flags(given, message, tmp_path, capfd, restored_context):
 
 
 @pytest.mark.parametrize('preset', ['quick', 'paper', 'tuned'])
-@pytest.mark.parametrize('figure', sets.FIGURES)
+@pytest.mark.parametrize('figure', (*sets.FIGURES, 'code'))
 def test_every_run_has_settings_that_its_experiment_knows(figure, preset):
   runs = sets.runs_of(figure, sets.make_preset(preset, 'somewhere', None))
   for run in runs.values():
@@ -80,7 +83,7 @@ def test_every_run_has_settings_that_its_experiment_knows(figure, preset):
 def test_shared_runs_are_the_same():
   preset = sets.make_preset('paper', 'somewhere', 3)
   found = {}
-  for figure in sets.FIGURES:
+  for figure in (*sets.FIGURES, 'code'):
     for run in sets.runs_of(figure, preset).values():
       assert found.setdefault(run.name, run.given) == run.given
 
@@ -164,3 +167,66 @@ def test_squares_are_squares():
   rows = {'a': [[{'x_distance': 3.0, 'y_distance': 0.5, 'epoch': 1}]]}
   (row,) = figures.squared(rows)['a'][0]
   assert row['x_squared'] == 9 and row['y_squared'] == 0.25
+
+
+def test_series_against_their_definitions():
+  """By powers of matrices; over equal clients the code differs by 1/n alone."""
+  rng = np.random.default_rng(0)
+  H = np.array([np.diag(rng.uniform(0.5, 1.5, 3)) for _ in range(4)])
+  b, step = rng.normal(size=3), 0.5
+  mean = np.eye(3) - step * H.mean(axis=0)
+  power = np.linalg.matrix_power
+  expected = step * sum(power(mean, n) @ b for n in range(6))
+  np.testing.assert_allclose(
+      differences.paper_series(H, b, step, 6), expected, rtol=1e-12
+  )
+  exact = np.linalg.solve(H.mean(axis=0), b)
+  np.testing.assert_allclose(
+      differences.paper_series(H, b, step, 200), exact, rtol=1e-12
+  )
+  expected = step * b + step * sum(
+      np.mean([power(np.eye(3) - step * one, n) for one in H], axis=0) @ b / n
+      for n in (1, 2, 3)
+  )
+  np.testing.assert_allclose(
+      differences.authors_series(H, b, step, 3), expected, rtol=1e-12
+  )
+
+
+def test_hypergradients_against_the_closed_form():
+  clients = quadratic.make_clients()
+  form = quadratic.ClosedForm(clients)
+  x, y = quadratic.init_outer(0).numpy(), quadratic.init_inner(0).numpy()
+  tensors = [tf.nest.map_structure(tf.constant, client) for client in clients]
+  found = differences.hypergradients(
+      quadratic.build_problem(), tensors, x, y, 0.25, 3
+  )
+  direct = form.direct_gradient(x, y)
+  b = form.gradient_in_inner(x, y)
+  H = np.array([c.A for c in form.locals])
+  for name, p in (
+      ('direct', np.zeros_like(b)),
+      ('exact', np.linalg.solve(form.A, b)),
+      ('paper', reference.neumann(form.A, b, 4.0, 3)),
+      ('code', differences.authors_series(H, b, 0.25, 3)),
+  ):
+    expected = direct - form.mixed_product(p)
+    np.testing.assert_allclose(found[name], expected, rtol=1e-10)
+
+
+def test_differences_are_told(monkeypatch):
+  monkeypatch.setattr(differences, 'on_digits', lambda: {'cosine': 0.5})
+  preset = sets.make_preset('quick', None, 2)
+  rows = {}
+  for key, run in sets.runs_of('code', preset).items():
+    if isinstance(key, tuple):
+      value = 0.8 if run.given['standardize'] else 0.6
+      rows[key] = [_rows([0.1, value])] * 2
+    else:
+      end = 0.1 * run.given['spread']
+      rows[key] = [[{'x_distance': end, 'y_distance': 2 * end}]]
+  text = differences.to_markdown(differences.run(rows), '# Here')
+  assert 'N = 100, code 0.19' in text
+  assert 'with b: x 0.01; with b: y 0.04; without: x 0; without: y 0' in text
+  assert 'shards, standardised 0.8 ± 0; shards, 0 to 1 0.6 ± 0' in text
+  assert 'iid, four fifths' not in text and 'shards, four fifths' in text

@@ -5,7 +5,8 @@ r"""Runs what is behind the paper's figures, draws them, and judges its claims.
       --data_dir=DIR --output_dir=outputs/paper
 
 Runs are shared between figures and resumed. Writes the figures, `claims.json`
-and `claims.md`.
+and `claims.md`. `theory` measures what the theorems say, `code` what changes
+where the authors' code differs from the paper (`differences.md`).
 """
 
 import json
@@ -19,10 +20,16 @@ import tqdm
 
 from experiments import program, runtimes
 from experiments import settings as settings_lib
-from experiments.reproduce import claims, figures, sets, theory
+from experiments.reproduce import (
+    claims,
+    differences,
+    figures,
+    sets,
+    theory,
+)
 from fednest_tff import data, simulation
 
-_FIGURES = (*sets.FIGURES, 'theory')
+_FIGURES = (*sets.FIGURES, 'theory', 'code')
 _FIGURE = flags.DEFINE_list(
     'figure', ['all'], f'Some of {", ".join(_FIGURES)}, or all.'
 )
@@ -44,7 +51,7 @@ def _chosen() -> list[str]:
 
 def _preset() -> sets.Preset:
   needs_data = _PRESET.value != 'quick' and any(
-      name[0] in '2356' for name in _chosen()
+      name[0] in '2356c' for name in _chosen()
   )
   if needs_data and FLAGS.data_dir is None:
     raise settings_lib.SettingsError(
@@ -75,11 +82,11 @@ def _run(run: sets.Run, preset: sets.Preset, folder: str) -> list:
   return results.get(settings.method[0], [[]])
 
 
-def _heading(preset: sets.Preset) -> str:
+def _heading(title: str, preset: sets.Preset) -> str:
   about = program.about()
   versions = ', '.join(f'{k} {v}' for k, v in about['versions'].items())
   return (
-      f'# Claims, preset `{preset.name}`, {preset.seeds} seed(s)\n\n'
+      f'# {title}, preset `{preset.name}`, {preset.seeds} seed(s)\n\n'
       f'Command: `python -m experiments.reproduce'
       f' --figure={",".join(_FIGURE.value)} --preset={preset.name}`. Commit'
       f' {about["commit"]}; {versions}; {os.cpu_count()} cores,'
@@ -98,9 +105,18 @@ def _write_claims(found: list[dict], preset: sets.Preset, folder: str) -> None:
   merged = [c for c in before if c['figure'] not in now] + found
   merged.sort(key=lambda claim: _FIGURES.index(claim['figure']))
   simulation.write_json(path, merged)
-  text = claims.to_markdown(merged, _heading(preset))
+  text = claims.to_markdown(merged, _heading('Claims', preset))
   with open(os.path.join(folder, 'claims.md'), 'w') as file:
     file.write(text)
+
+
+def _write_differences(rows, preset: sets.Preset, folder: str) -> str:
+  runtimes.use_runtime(settings_lib.Settings(**settings_lib.COMMON))
+  found = differences.run(rows)
+  path = os.path.join(folder, 'differences.md')
+  with open(path, 'w') as file:
+    file.write(differences.to_markdown(found, _heading('Differences', preset)))
+  return path
 
 
 def reproduce(chosen: list[str], preset: sets.Preset, folder: str) -> None:
@@ -120,13 +136,17 @@ def reproduce(chosen: list[str], preset: sets.Preset, folder: str) -> None:
       progress.update()
   for name, plan in plans.items():
     rows[name] = {key: results[run.name] for key, run in plan.items()}
-    print(figures.DRAW[name](rows[name], os.path.join(folder, f'fig{name}')))
+    if name in figures.DRAW:
+      draw = figures.DRAW[name]
+      print(draw(rows[name], os.path.join(folder, f'fig{name}')))
   found = claims.judge(rows)
   if 'theory' in chosen:
     runtimes.use_runtime(settings_lib.Settings(**settings_lib.COMMON))
     measured = theory.run(preset.name, preset.seeds)
     print(theory.draw(measured, os.path.join(folder, 'theory')))
     found += theory.claims(measured)
+  if 'code' in chosen:
+    print(_write_differences(rows['code'], preset, folder))
   _write_claims(found, preset, folder)
   for claim in found:
     print(f'{claim["verdict"]:13} {claim["figure"]:6} {claim["claim"]}')

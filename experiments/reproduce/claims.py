@@ -336,11 +336,13 @@ CLAIMS = (
 )
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+  """What JSON can hold."""
   return value._asdict() if isinstance(value, Value) else value
 
 
-def _text(value: Any) -> str:
+def shown(value: Any) -> str:
+  """For people."""
   return value.shown() if isinstance(value, Value) else f'{value:.3g}'
 
 
@@ -353,9 +355,9 @@ def judge(rows: dict[str, Rows]) -> list[dict[str, Any]]:
       found.append({
           'figure': claim.figure,
           'claim': claim.sentence,
-          'measured': {name: _plain(v) for name, v in measured.items()},
+          'measured': {name: plain(v) for name, v in measured.items()},
           'measured_text': '; '.join(
-              f'{name} {_text(v)}' for name, v in measured.items()
+              f'{name} {shown(v)}' for name, v in measured.items()
           ),
           'published': claim.published,
           'verdict': verdict,

@@ -151,6 +151,28 @@ def _saddle(preset, method, spread, partial) -> Run:
   )
 
 
+def _differences(preset) -> dict[Any, Run]:
+  """Settings of the authors' code beside those of the preset."""
+  variants = {
+      'base': {},
+      'truncated': dict(ihgp='truncated'),
+      'plain': dict(standardize=False),
+      'split': dict(inner_fraction=0.8),
+  }
+  found = {
+      (name, partition): _hyper(
+          preset, 'fednest', partition,
+          epochs=min(100, preset.hyper['epochs']), **given,
+      )
+      for name, given in variants.items() for partition in PARTITIONS
+      if (name, partition) != ('split', 'iid')
+  }
+  found['with b'] = _saddle(preset, 'fednest', 1.0, True)
+  # b_i = 0 for all clients is the update without b.
+  found['without b'] = _saddle(preset, 'fednest', 0.0, True)
+  return found
+
+
 def runs_of(figure: str, preset: Preset) -> dict[Any, Run]:
   """The runs of a figure; keys are what its drawing and claims ask for."""
   if figure == '2a':
@@ -211,5 +233,7 @@ def runs_of(figure: str, preset: Preset) -> dict[Any, Run]:
         )
         for step in preset.outer_steps for method in STEP_METHODS
     }
+  if figure == 'code':
+    return _differences(preset)
   raise ValueError(f'`figure` must be one of {FIGURES}; got {figure!r}.')
 
