@@ -114,7 +114,7 @@ def make_preset(name: str, data_dir: str | None, seeds: int | None) -> Preset:
   if name == 'tuned':
     hyper |= read_flag_file('tuned_fig2')
     tuning |= read_flag_file('tuned_fig3')
-  return Preset(name, seeds or 3, hyper, tuning, saddle, 50, 250, OUTER_STEPS)
+  return Preset(name, seeds or 3, hyper, tuning, saddle, 50, 150, OUTER_STEPS)
 
 
 def _hyper(preset, method, partition, **given) -> Run:
