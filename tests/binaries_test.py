@@ -51,10 +51,9 @@ ROBUST = [
 # Name: module, flags, clients that take part, columns of the evaluation.
 CASES = {
     'mlp': (hyper_representation, IMAGES, 3, ACCURACY),
-    'cnn': (hyper_representation, LIGHT | dict(backbone='cnn'), 3, ACCURACY),
-    'shards_lfednest': (
+    'cnn_shards': (
         hyper_representation,
-        LIGHT | dict(partition='shards', seed=3),
+        LIGHT | dict(backbone='cnn', partition='shards', seed=3),
         3,
         ACCURACY,
     ),
@@ -64,10 +63,7 @@ CASES = {
     'class_weights': (
         loss_tuning, LIGHT | dict(tune_class_weights=True), 3, BALANCED
     ),
-    'saddle': (minimax, SMALL, 3, DISTANCES),
-    'saddle_partial': (
-        minimax, SMALL | dict(clients_per_round=2), 2, DISTANCES
-    ),
+    'saddle': (minimax, SMALL | dict(clients_per_round=2), 2, DISTANCES),
     'robust_regression': (
         minimax,
         SMALL | dict(
@@ -214,8 +210,8 @@ def test_binary(name, tmp_path, capfd):
 
 def test_several_methods_and_seeds(tmp_path, capfd):
   chosen = dict(
-      method=['fednest', 'fedavg_s'], seeds=2, seed=5, epochs=3, unroll=0,
-      num_clients=3, dimension=2,
+      method=['lfednest_nonalt', 'fedavg_s'], seeds=2, seed=5, epochs=3,
+      unroll=0, num_clients=3, dimension=2,
   )
   assert run(minimax.EXPERIMENT, tmp_path, **chosen) == 0
   pairs = [(m, s) for m in chosen['method'] for s in (5, 6)]

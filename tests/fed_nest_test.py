@@ -1,12 +1,12 @@
 """The composed methods against NumPy, closed forms and each other."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
-import tensorflow_federated as tff
 
 import fednest_tff
-from fednest_tff.runtime import in_process
 from tests import quadratic, reference
 
 METHODS = fednest_tff.METHODS
@@ -23,9 +23,10 @@ SETTINGS = reference.Settings(
 )
 
 
-def build(problem, method, settings, **options):
+@functools.cache
+def build(method, settings, dtype=tf.float64, ihgp='truncated'):
   return fednest_tff.build_fed_nest(
-      problem,
+      quadratic.build_problem(dtype),
       method,
       outer_learning_rate=settings.alpha,
       inner_learning_rate=settings.beta,
@@ -34,33 +35,23 @@ def build(problem, method, settings, **options):
       outer_local_steps=settings.outer_steps,
       neumann_terms=settings.neumann_terms,
       smoothness=settings.smoothness,
-      **({'ihgp': 'truncated'} | options),
+      ihgp=ihgp,
   )
 
 
-LONG = in_process.InProcessContext(in_process.InProcessRuntime(unroll=0))
-
-
 def run(process, datasets, epochs):
-  """The state after `epochs`; long runs in process, where epochs are quick."""
-
-  def all_epochs():
-    state = process.initialize()
-    for _ in range(epochs):
-      output = process.next(state, datasets)
-      state = output.state
-    return state, output.metrics
-
-  if epochs < 20:
-    return all_epochs()
-  with tff.framework.get_context_stack().install(LONG):
-    return all_epochs()
+  """The state after `epochs`, and the last metrics."""
+  state = process.initialize()
+  for _ in range(epochs):
+    output = process.next(state, datasets)
+    state = output.state
+  return state, output.metrics
 
 
 @pytest.mark.parametrize('method', METHODS)
 def test_three_epochs_equal_numpy(method):
   """Every term of every method, to the last digits of float64."""
-  process = build(quadratic.build_problem(), method, SETTINGS)
+  process = build(method, SETTINGS)
   state, _ = run(process, quadratic.to_datasets(CLIENTS), 3)
   x, y = reference.run(
       method,
@@ -75,9 +66,8 @@ def test_three_epochs_equal_numpy(method):
 
 
 def test_float32_epoch_equals_numpy():
-  problem = quadratic.build_problem(tf.float32)
   clients = quadratic.make_clients(dtype=np.float32)
-  process = build(problem, 'fednest', SETTINGS)
+  process = build('fednest', SETTINGS, tf.float32)
   state, _ = run(process, quadratic.to_datasets(clients), 1)
   x, y = reference.run(
       'fednest',
@@ -106,9 +96,10 @@ THOROUGH = reference.Settings(
 
 
 def _build_thorough(method):
-  return build(quadratic.build_problem(), method, THOROUGH, ihgp='cg')
+  return build(method, THOROUGH, ihgp='cg')
 
 
+@pytest.mark.usefixtures('in_process')
 def test_fednest_alone_reaches_the_solution_when_clients_differ():
   """The paper's point: local Hessians and local SGD inside stop elsewhere."""
   clients = quadratic.make_clients(examples=(2,), seed=1)
@@ -125,6 +116,7 @@ def test_fednest_alone_reaches_the_solution_when_clients_differ():
   assert distances['lfednest'] > 1e-2
 
 
+@pytest.mark.usefixtures('in_process')
 def test_all_methods_agree_when_clients_do_not_differ():
   clients = quadratic.make_clients(examples=(2,), heterogeneity=0.0, seed=1)
   datasets = quadratic.to_datasets(clients)
@@ -164,7 +156,7 @@ def test_single_client_is_the_centralised_algorithm():
     for _ in range(SETTINGS.outer_steps):
       x = x - SETTINGS.alpha * (form.direct_gradient(x, y) + indirect)
   for method in ('fednest', 'fednest_sgd'):
-    process = build(quadratic.build_problem(), method, SETTINGS)
+    process = build(method, SETTINGS)
     state, metrics = run(process, quadratic.to_datasets(clients), 2)
     np.testing.assert_allclose(state.outer, x, rtol=1e-10)
     np.testing.assert_allclose(state.inner, y, rtol=1e-10)
@@ -182,7 +174,7 @@ def test_default_smoothness_is_one_over_the_inner_step():
 
 def test_metrics_of_an_epoch_are_what_they_say():
   s = SETTINGS
-  process = build(quadratic.build_problem(), 'fednest', s)
+  process = build('fednest', s)
   _, metrics = run(process, quadratic.to_datasets(CLIENTS), 1)
   form = quadratic.ClosedForm(CLIENTS)
   x, y = quadratic.init_outer(0).numpy(), quadratic.init_inner(0).numpy()

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import functools
 import json
 import os
 import re
@@ -317,6 +318,11 @@ def _fednest(**options):
 CLIENT_DATA = quadratic.to_datasets(quadratic.make_clients(4))
 
 
+@functools.cache
+def _plain_fednest():
+  return _fednest()
+
+
 def _ten_epochs(process):
   state = process.initialize()
   for _ in range(10):
@@ -326,7 +332,7 @@ def _ten_epochs(process):
 
 
 def test_ten_epochs_of_fednest_equal_the_native_ones(runtime):
-  process = _fednest()
+  process = _plain_fednest()
   _assert_like_native(runtime, lambda: _ten_epochs(process), rtol=1e-9)
 
 
@@ -346,7 +352,7 @@ def test_equal_processes_share_a_compiled_function():
 
 def test_ragged_clients_do_not_compile_again():
   runtime = in_process.InProcessRuntime()
-  process = _fednest()
+  process = _plain_fednest()
   state = _in_process(runtime, process.initialize)
   for examples in ((1, 2), (3, 5), (4, 4)):
     data = quadratic.to_datasets(quadratic.make_clients(2, examples))

@@ -13,7 +13,11 @@ from tests import killable
 
 # Steps are short, so that many fit between two kills.
 FLAGS = ['--num_clients=3', '--dimension=2', '--unroll=0']
-RUN = ['minimax', *FLAGS, '--epochs=30', '--epochs_per_checkpoint=2']
+# A method that is quick to compile, since every start compiles it.
+RUN = [
+    'minimax', *FLAGS, '--epochs=30', '--epochs_per_checkpoint=2',
+    '--method=fedavg_s',
+]
 SEVERAL = [
     'minimax', *FLAGS, '--epochs=10', '--epochs_per_checkpoint=2',
     '--method=fedavg_s,lfednest_nonalt', '--clients_per_round=2',
