@@ -464,7 +464,6 @@ def test_unknown_device_is_one_line_with_those_there_are():
 
 _TWO_DEVICES = """
 import json
-import sys
 import tensorflow as tf
 cpu = tf.config.list_physical_devices('CPU')[0]
 two = [tf.config.LogicalDeviceConfiguration()] * 2
@@ -472,24 +471,23 @@ tf.config.set_logical_device_configuration(cpu, two)
 tf.debugging.set_log_device_placement(True)
 from fednest_tff.runtime import in_process
 from tests import in_process_test
-unroll = int(sys.argv[1])
 process = in_process_test._fednest()
-for devices in (['CPU:0'], ['CPU:0', 'CPU:1']):
-  context = in_process.InProcessRuntime(devices=devices, unroll=unroll)
-  print('RUN', devices, flush=True)
-  output = in_process_test._in_process(
-      context, lambda: in_process_test._ten_epochs(process)
-  )
-  found = output.state.outer.tolist() + output.state.inner.tolist()
-  print('RESULT', json.dumps(found), flush=True)
+for unroll in (100, 0):
+  for devices in (['CPU:0'], ['CPU:0', 'CPU:1']):
+    context = in_process.InProcessRuntime(devices=devices, unroll=unroll)
+    print('RUN', unroll, devices, flush=True)
+    output = in_process_test._in_process(
+        context, lambda: in_process_test._ten_epochs(process)
+    )
+    found = output.state.outer.tolist() + output.state.inner.tolist()
+    print('RESULT', json.dumps(found), flush=True)
 """
 
 
-@pytest.mark.parametrize('unroll', [100, 0])
-def test_clients_are_spread_over_two_devices(unroll):
+def test_clients_are_spread_over_two_devices():
   """By the device of each executed matrix product, and with equal numbers."""
   done = subprocess.run(
-      [sys.executable, '-c', _TWO_DEVICES, str(unroll)],
+      [sys.executable, '-c', _TWO_DEVICES],
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
@@ -498,13 +496,16 @@ def test_clients_are_spread_over_two_devices(unroll):
       check=False,
   )
   assert done.returncode == 0, done.stdout[-2000:]
-  one, two = map(json.loads, re.findall(r'RESULT (.*)', done.stdout))
-  np.testing.assert_allclose(one, two, rtol=1e-12)
-  single, double = done.stdout.split('RUN')[1:]
+  found = list(map(json.loads, re.findall(r'RESULT (.*)', done.stdout)))
+  assert len(found) == 4
+  for other in found[1:]:
+    np.testing.assert_allclose(found[0], other, rtol=1e-12)
+  logs = done.stdout.split('RUN')[1:]
 
   def devices_of(log):
     """Devices of the executed products: einsum and matrix products."""
     return set(re.findall(r'(?:Einsum|MatMul)\S*.*device:(CPU:\d)', log))
 
-  assert devices_of(single) == {'CPU:0'}
-  assert devices_of(double) == {'CPU:0', 'CPU:1'}
+  for single, double in (logs[:2], logs[2:]):
+    assert devices_of(single) == {'CPU:0'}
+    assert devices_of(double) == {'CPU:0', 'CPU:1'}
