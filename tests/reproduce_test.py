@@ -11,7 +11,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from experiments.reproduce import __main__ as reproduce
-from experiments.reproduce import claims, differences, figures, sets
+from experiments.reproduce import claims, differences, figures, sets, verdicts
 from tests import quadratic, reference
 
 
@@ -50,7 +50,7 @@ def test_a_figure_from_runs_to_claims(tmp_path, monkeypatch, restored_context):
   (claim,) = json.loads((tmp_path / 'claims.json').read_text())
   assert claim['figure'] == '5'
   assert set(claim['measured']) == set(sets.LIGHT_METHODS)
-  assert claim['verdict'] in (claims.HOLDS, claims.WEAKLY, claims.FAILS)
+  assert claim['verdict'] in (verdicts.HOLDS, verdicts.WEAKLY, verdicts.FAILS)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def _rows(accuracies, rounds_per_epoch=1, column='test_accuracy'):
 @pytest.mark.parametrize(
     'other, verdict',
     [
-        ([0.5, 0.5], claims.HOLDS),
-        ([0.895, 0.895], claims.WEAKLY),
-        ([0.91, 0.91], claims.FAILS),
+        ([0.5, 0.5], verdicts.HOLDS),
+        ([0.895, 0.895], verdicts.WEAKLY),
+        ([0.91, 0.91], verdicts.FAILS),
         # A larger mean that the spread over seeds does not bear out.
-        ([0.7, 0.99], claims.WEAKLY),
+        ([0.7, 0.99], verdicts.WEAKLY),
         # A run without rows diverged and counts as nothing.
-        ([None, None], claims.HOLDS),
+        ([None, None], verdicts.HOLDS),
     ],
 )
 def test_better_is_judged_by_size_and_spread(other, verdict):
@@ -150,9 +150,9 @@ def test_equal_rounds_are_those_of_the_shorter_run():
 @pytest.mark.parametrize(
     'distances, verdict',
     [
-        ([10.0**-k for k in range(1, 12)], claims.HOLDS),
-        ([1 / k for k in range(1, 12)], claims.FAILS),
-        ([10.0 ** -min(k, 4) for k in range(12)], claims.FAILS),
+        ([10.0**-k for k in range(1, 12)], verdicts.HOLDS),
+        ([1 / k for k in range(1, 12)], verdicts.FAILS),
+        ([10.0 ** -min(k, 4) for k in range(12)], verdicts.FAILS),
     ],
 )
 def test_linear_convergence(distances, verdict):

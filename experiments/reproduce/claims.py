@@ -1,20 +1,26 @@
-"""The paper's claims, each with what was measured and a verdict.
-
-A difference counts as clear if it is at least `_CLEAR` and twice its standard
-error over the seeds (with one seed, the first alone).
-"""
+"""The paper's claims, each with what was measured and a verdict."""
 
 from collections.abc import Callable
-import math
 import statistics
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.reproduce.figures import Rows, last
+from experiments.reproduce.verdicts import (
+    FAILS,
+    HOLDS,
+    at_same_rounds,
+    final,
+    is_larger,
+    is_near,
+    is_smaller,
+    over_seeds,
+    plain,
+    shown,
+    worst,
+)
 
-HOLDS, WEAKLY, FAILS = 'holds', 'holds weakly', 'does not hold'
-_CLEAR = 0.01
 _ACCURACY = 'test_accuracy'
 _BALANCED = 'balanced_accuracy'
 
@@ -35,80 +41,19 @@ class Claim(NamedTuple):
   measure: Callable[[Rows], tuple[dict[str, Any], str]]
 
 
-class Value(NamedTuple):
-  """Mean and standard deviation over seeds."""
-
-  mean: float
-  deviation: float
-  count: int
-
-  def shown(self) -> str:
-    if self.count > 1:
-      return f'{self.mean:.4g} ± {self.deviation:.2g}'
-    return f'{self.mean:.4g}'
-
-
-def _value(numbers: list[float]) -> Value:
-  if not numbers:
-    return Value(math.nan, math.nan, 0)
-  return Value(
-      statistics.fmean(numbers), statistics.pstdev(numbers), len(numbers)
-  )
-
-
-def final(runs: list, column: str) -> Value:
-  """A column's last values. A run that diverged counts as accuracy 0."""
-  return _value(last(runs, column) + [0.0 for rows in runs if not rows])
-
-
-def at_rounds(runs: list, column: str, rounds: int) -> Value:
-  """A column when so many communication rounds were over."""
-  found = []
-  for rows in runs:
-    values = [
-        row[column] for row in rows
-        if row['communication_rounds'] <= rounds and column in row
-    ]
-    found.append(values[-1] if values else 0.0)
-  return _value(found)
-
-
-def _is_larger(a: Value, b: Value) -> str:
-  """Whether a > b, clearly or at all."""
-  difference = a.mean - b.mean
-  error = math.sqrt(
-      sum(v.deviation**2 / max(1, v.count - 1) for v in (a, b))
-  )
-  if difference >= _CLEAR and difference >= 2 * error:
-    return HOLDS
-  return WEAKLY if difference > 0 else FAILS
-
-
-def _is_near(a: Value, b: Value, near: float = 0.01) -> str:
-  difference = abs(a.mean - b.mean)
-  if difference <= near:
-    return HOLDS
-  return WEAKLY if difference <= 3 * near else FAILS
-
-
-def _worst(*verdicts: str) -> str:
-  order = (HOLDS, WEAKLY, FAILS)
-  return max(verdicts, key=order.index)
-
-
 def _both_do_well_iid(rows):
   nested, light = (
       final(rows[method, 'iid'], _ACCURACY)
       for method in ('fednest', 'lfednest')
   )
-  return {'FedNest': nested, 'LFedNest': light}, _is_near(nested, light, 0.02)
+  return {'FedNest': nested, 'LFedNest': light}, is_near(nested, light, 0.02)
 
 
 def _shards_as_iid(rows):
   iid, shards = (
       final(rows['fednest', part], _ACCURACY) for part in ('iid', 'shards')
   )
-  return {'iid': iid, 'shards': shards}, _is_near(iid, shards)
+  return {'iid': iid, 'shards': shards}, is_near(iid, shards)
 
 
 def _better_than_light(rows):
@@ -116,26 +61,14 @@ def _better_than_light(rows):
       final(rows[method, 'shards'], _ACCURACY)
       for method in ('fednest', 'lfednest')
   )
-  return {'FedNest': nested, 'LFedNest': light}, _is_larger(nested, light)
-
-
-def _same_rounds(rows, keys, column) -> list[Value]:
-  """The values of runs when the shortest of them has no more rounds."""
-  rounds = min(
-      (
-          run[-1]['communication_rounds']
-          for key in keys for run in rows[key] if run
-      ),
-      default=0,
-  )
-  return [at_rounds(rows[key], column, rounds) for key in keys]
+  return {'FedNest': nested, 'LFedNest': light}, is_larger(nested, light)
 
 
 def _svrg(column):
   def measure(rows):
     keys = [(method, 'shards') for method in ('fednest', 'fednest_sgd')]
-    svrg, sgd = _same_rounds(rows, keys, column)
-    return {'SVRG': svrg, 'SGD': sgd}, _is_larger(svrg, sgd)
+    svrg, sgd = at_same_rounds(rows, keys, column)
+    return {'SVRG': svrg, 'SGD': sgd}, is_larger(svrg, sgd)
 
   return measure
 
@@ -145,16 +78,16 @@ def _larger_tau(rows):
   taus = sorted({tau for tau, _ in rows})
   for part in ('iid', 'shards'):
     keys = [(tau, part) for tau in taus]
-    one, more = _same_rounds(rows, keys, _ACCURACY)
+    one, more = at_same_rounds(rows, keys, _ACCURACY)
     found |= {f'{part}, tau = {taus[0]}': one, f'{part}, tau = {taus[1]}': more}
-    verdicts.append(_is_larger(more, one))
-  return found, _worst(*verdicts)
+    verdicts.append(is_larger(more, one))
+  return found, worst(*verdicts)
 
 
 def _near_centralised(rows):
   nested = final(rows['fednest', 'iid'], _BALANCED)
   central = final(rows['centralised'], _BALANCED)
-  return {'FedNest, iid': nested, 'centralised': central}, _is_near(
+  return {'FedNest, iid': nested, 'centralised': central}, is_near(
       nested, central, 0.02
   )
 
@@ -165,7 +98,7 @@ def _better_than_untuned(untuned):
         final(rows[key], _BALANCED) for key in (('fednest', 'iid'), untuned)
     )
     found = {'FedNest, iid': tuned, untuned: plain}
-    return found, _is_larger(tuned, plain)
+    return found, is_larger(tuned, plain)
 
   return measure
 
@@ -202,16 +135,9 @@ def _linear(partial):
       }
       shrunk = end < 1e-12 * max(first, 1e-30)
       verdicts.append(HOLDS if shrunk and fit > 0.98 else FAILS)
-    return found, _worst(*verdicts)
+    return found, worst(*verdicts)
 
   return measure
-
-
-def _smaller(a: float, b: float) -> str:
-  """Whether a < b: clearly if by a factor of two."""
-  if a <= b / 2:
-    return HOLDS
-  return WEAKLY if a < b else FAILS
 
 
 def _compare_saddle(better, worse, partial):
@@ -228,8 +154,8 @@ def _compare_saddle(better, worse, partial):
           f's = {spread:g}: {method}': value
           for method, value in zip((better, worse), values, strict=True)
       }
-      verdicts.append(_smaller(*values))
-    return found, _worst(*verdicts)
+      verdicts.append(is_smaller(*values))
+    return found, worst(*verdicts)
 
   return measure
 
@@ -239,9 +165,9 @@ def _alternation(rows):
       method: final(rows[method], _ACCURACY)
       for method in ('lfednest_nonalt', 'lfednest', 'lfednest_svrg')
   }
-  verdict = _worst(
-      _is_larger(values['lfednest'], values['lfednest_nonalt']),
-      _is_larger(values['lfednest_svrg'], values['lfednest_nonalt']),
+  verdict = worst(
+      is_larger(values['lfednest'], values['lfednest_nonalt']),
+      is_larger(values['lfednest_svrg'], values['lfednest_nonalt']),
   )
   return values, verdict
 
@@ -250,18 +176,18 @@ def _small_steps(rows):
   step = min(step for step, _ in rows)
   runs = rows[step, 'lfednest']
   value = final(runs, _ACCURACY)
-  best = _value([
+  best = over_seeds([
       max(row[_ACCURACY] for row in run if _ACCURACY in row)
       for run in runs if run
   ])
-  return {'last': value, 'best': best}, _is_near(value, best)
+  return {'last': value, 'best': best}, is_near(value, best)
 
 
 def _large_steps(rows):
   step = max(step for step, _ in rows)
   keys = [(step, 'fednest'), (step, 'lfednest')]
-  nested, light = _same_rounds(rows, keys, _ACCURACY)
-  return {'FedNest': nested, 'LFedNest': light}, _is_larger(nested, light)
+  nested, light = at_same_rounds(rows, keys, _ACCURACY)
+  return {'FedNest': nested, 'LFedNest': light}, is_larger(nested, light)
 
 
 CLAIMS = (
@@ -334,16 +260,6 @@ CLAIMS = (
         '', _large_steps,
     ),
 )
-
-
-def plain(value: Any) -> Any:
-  """What JSON can hold."""
-  return value._asdict() if isinstance(value, Value) else value
-
-
-def shown(value: Any) -> str:
-  """For people."""
-  return value.shown() if isinstance(value, Value) else f'{value:.3g}'
 
 
 def judge(rows: dict[str, Rows]) -> list[dict[str, Any]]:

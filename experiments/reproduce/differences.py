@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from experiments import closed_form, image_clients, learning_problems, nested
-from experiments.reproduce import claims, quadratics
+from experiments.reproduce import quadratics, verdicts
 from experiments.reproduce.figures import Rows, last
 from experiments.settings import Settings
 import fednest_tff
@@ -193,7 +193,7 @@ def _difference(text: str, measured: dict[str, Any]) -> dict[str, Any]:
 def _accuracies(rows: Rows, names: dict[str, str]) -> dict[str, Any]:
   """The last test accuracy of runs, called by `names`."""
   return {
-      f'{partition}, {label}': claims.final(
+      f'{partition}, {label}': verdicts.final(
           rows[key, partition], 'test_accuracy'
       )
       for partition in ('iid', 'shards')
@@ -265,7 +265,7 @@ def to_markdown(found: list[dict[str, Any]], heading: str) -> str:
   lines = [heading, '', '| difference | measured |', '| --- | --- |']
   for one in found:
     text = '; '.join(
-        f'{name} {claims.shown(value)}'
+        f'{name} {verdicts.shown(value)}'
         for name, value in one['measured'].items()
     )
     lines.append(f'| {one["difference"]} | {text} |')

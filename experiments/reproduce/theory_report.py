@@ -6,6 +6,8 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from experiments.reproduce.verdicts import FAILS, HOLDS, WEAKLY
+
 _NAMES = {
     'bilevel': 'bilevel',
     'minimax': 'minimax',
@@ -26,7 +28,6 @@ _STYLES = (
     (':', 'D', '#7d4fa3'),
 )
 _LEAST = 1e-13  # Below is rounding.
-HOLDS, WEAKLY, FAILS = 'holds', 'holds weakly', 'does not hold'
 
 
 def _line(axes, k: int, x, y, label: str, **options) -> None:
