@@ -97,11 +97,7 @@ class FedInn:
       return q, vector_space.norm(q)
 
     self._client_gradient = client_gradient
-    self._client_update = client_update
     self._check_gradient = check_gradient
-    self._apply_change = rounds.build_apply_change(
-        federated, inner, 'FedInn: y+ (Algorithm 4, line 13)', _ADVICE
-    )
     self.server = {}
     uniform = federated.uniform
     self.aggregations = {
@@ -112,6 +108,14 @@ class FedInn:
             'inner_aggregator', aggregator, inner, scalar, uniform
         ),
     }
+    # y+ from y at the server (lines 7-13).
+    self._update_round = rounds.build_inner_update(
+        client_update,
+        rounds.build_apply_change(
+            federated, inner, 'FedInn: y+ (Algorithm 4, line 13)', _ADVICE
+        ),
+        self.aggregations['inner_update'],
+    )
     self.rounds = {
         'inner_gradient': rounds.build_round(
             federated,
@@ -150,23 +154,6 @@ class FedInn:
         inner_loss=mean.metrics['inner_loss'], inner_gradient_norm=checked[1]
     )
     return rounds.RoundOutput(mean.state, checked[0], metrics)
-
-  def _update_round(
-      self, state, y, message, features, clients
-  ) -> rounds.RoundOutput:
-    """y+ from y at the server (lines 7-13)."""
-    changes = tff.federated_map(
-        self._client_update, (message, features, clients)
-    )
-    mean = self.aggregations['inner_update'](
-        state, changes[0], clients.weight, changes[1]
-    )
-    applied = tff.federated_map(
-        self._apply_change, (y, mean.value, mean.metrics['squared_change'])
-    )
-    metrics = dict(client_drift=applied[1], inner_update_norm=applied[2])
-    metrics = rounds.with_measurements(metrics, 'inner', mean)
-    return rounds.RoundOutput(mean.state, applied[0], metrics)
 
   def __call__(self, state, x, y, learning_rate, seed, features, clients):
     """One call of FedInn.

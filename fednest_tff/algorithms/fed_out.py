@@ -123,7 +123,6 @@ class FedOut:
       return h, vector_space.norm(h)
 
     self._client_hypergradient = client_hypergradient
-    self._client_update = client_update
     self._check_hypergradient = check_hypergradient
     self._fed_ihgp = None
     self.server_step = server_step.ServerStep(federated, optimizer)
@@ -137,6 +136,10 @@ class FedOut:
             'outer_aggregator', aggregator, outer, scalar, uniform
         ),
     }
+    # The mean change of x (lines 9-13).
+    self._update_round = rounds.build_outer_update(
+        client_update, self.aggregations['outer_update']
+    )
     self.rounds = {
         'hypergradient': rounds.build_round(
             federated,
@@ -174,15 +177,6 @@ class FedOut:
         outer_loss=mean.metrics['outer_loss'], hypergradient_norm=checked[1]
     )
     return rounds.RoundOutput(mean.state, checked[0], metrics)
-
-  def _update_round(self, state, message, clients) -> rounds.RoundOutput:
-    """The mean change of x (lines 9-13); its mean square is in the metrics."""
-    changes = tff.federated_map(self._client_update, (message, clients))
-    mean = self.aggregations['outer_update'](
-        state, changes[0], clients.weight, changes[1]
-    )
-    metrics = rounds.with_measurements(mean.metrics, 'outer', mean)
-    return rounds.RoundOutput(mean.state, mean.value, metrics)
 
   def __call__(
       self,

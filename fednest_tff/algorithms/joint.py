@@ -109,7 +109,6 @@ class Joint:
       return (x_change, y_change), metrics
 
     self._has_inner = problem.has_inner
-    self._client_update = client_update
     self._apply_change = rounds.build_apply_change(
         federated, inner, 'y+', 'Try a smaller inner_learning_rate'
     )
@@ -126,6 +125,9 @@ class Joint:
             federated.uniform,
         )
     }
+    self._update_round = rounds.build_outer_update(
+        client_update, self.aggregations['joint_update']
+    )
     self.rounds = {
         'joint_update': rounds.build_round(
             federated,
@@ -136,15 +138,6 @@ class Joint:
             ),
         )
     }
-
-  def _update_round(self, state, message, clients) -> rounds.RoundOutput:
-    """The mean change of (x, y)."""
-    changes = tff.federated_map(self._client_update, (message, clients))
-    mean = self.aggregations['joint_update'](
-        state, changes[0], clients.weight, changes[1]
-    )
-    metrics = rounds.with_measurements(mean.metrics, 'outer', mean)
-    return rounds.RoundOutput(mean.state, mean.value, metrics)
 
   def __call__(
       self,

@@ -62,16 +62,19 @@ class LFedInn:
           squared_change=squared,
       )
 
-    self._client_update = client_update
-    self._apply_change = rounds.build_apply_change(
-        federated, inner, 'LFedInn: y+', 'Try a smaller inner_learning_rate'
-    )
     self.server = {}
     self.aggregations = {
         'inner_update': aggregation.Aggregation(
             'inner_aggregator', aggregator, inner, scalar, federated.uniform
         )
     }
+    self._update_round = rounds.build_inner_update(
+        client_update,
+        rounds.build_apply_change(
+            federated, inner, 'LFedInn: y+', 'Try a smaller inner_learning_rate'
+        ),
+        self.aggregations['inner_update'],
+    )
     self.rounds = {
         'inner_update': rounds.build_round(
             federated,
@@ -86,27 +89,6 @@ class LFedInn:
             ),
         )
     }
-
-  def _update_round(
-      self, state, y, message, features, clients
-  ) -> rounds.RoundOutput:
-    """y+ from y at the server."""
-    changes = tff.federated_map(
-        self._client_update, (message, features, clients)
-    )
-    mean = self.aggregations['inner_update'](
-        state, changes[0], clients.weight, changes[1]
-    )
-    applied = tff.federated_map(
-        self._apply_change, (y, mean.value, mean.metrics['squared_change'])
-    )
-    metrics = dict(
-        inner_loss=mean.metrics['inner_loss'],
-        client_drift=applied[1],
-        inner_update_norm=applied[2],
-    )
-    metrics = rounds.with_measurements(metrics, 'inner', mean)
-    return rounds.RoundOutput(mean.state, applied[0], metrics)
 
   def __call__(self, state, x, y, learning_rate, seed, features, clients):
     """One call of LFedInn; arguments and result as in `FedInn`."""

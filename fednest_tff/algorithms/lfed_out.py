@@ -86,7 +86,6 @@ class LFedOut:
           squared_change=squared,
       )
 
-    self._client_update = client_update
     self.server_step = server_step.ServerStep(federated, optimizer)
     self.server = dict(outer_step=self.server_step.step)
     self.aggregations = {
@@ -94,6 +93,9 @@ class LFedOut:
             'outer_aggregator', aggregator, outer, scalar, federated.uniform
         )
     }
+    self._update_round = rounds.build_outer_update(
+        client_update, self.aggregations['outer_update']
+    )
     self.rounds = {
         'outer_update': rounds.build_round(
             federated,
@@ -104,15 +106,6 @@ class LFedOut:
             ),
         )
     }
-
-  def _update_round(self, state, message, clients) -> rounds.RoundOutput:
-    """The mean change of x; its mean square is in the metrics."""
-    changes = tff.federated_map(self._client_update, (message, clients))
-    mean = self.aggregations['outer_update'](
-        state, changes[0], clients.weight, changes[1]
-    )
-    metrics = rounds.with_measurements(mean.metrics, 'outer', mean)
-    return rounds.RoundOutput(mean.state, mean.value, metrics)
 
   def __call__(
       self,

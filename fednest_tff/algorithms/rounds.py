@@ -125,6 +125,66 @@ def with_measurements(
   return metrics | {f'{name}_aggregator': mean.measurements}
 
 
+# (aggregator state, message at the clients, clients) -> what the server has.
+OuterUpdate = Callable[[tff.Value, tff.Value, tff.Value], RoundOutput]
+# The same with y at the server and the clients' features.
+InnerUpdate = Callable[
+    [tff.Value, tff.Value, tff.Value, tff.Value, tff.Value], RoundOutput
+]
+
+
+def build_outer_update(
+    client_update: tff.Computation, aggregated: aggregation.Aggregation
+) -> OuterUpdate:
+  """The mean change of the clients; its mean square is in the metrics.
+
+  Args:
+    client_update: `(message, client) -> (change, metrics)`.
+    aggregated: How changes are averaged.
+
+  Returns:
+    What runs inside a federated computation.
+  """
+
+  def update(state, message, clients):
+    changes = tff.federated_map(client_update, (message, clients))
+    mean = aggregated(state, changes[0], clients.weight, changes[1])
+    metrics = with_measurements(mean.metrics, 'outer', mean)
+    return RoundOutput(mean.state, mean.value, metrics)
+
+  return update
+
+
+def build_inner_update(
+    client_update: tff.Computation,
+    apply_change: tff.Computation,
+    aggregated: aggregation.Aggregation,
+) -> InnerUpdate:
+  """y+ from y at the server and the clients' mean change.
+
+  Args:
+    client_update: `(message, features, client) -> (change, metrics)`.
+    apply_change: From `build_apply_change`.
+    aggregated: How changes are averaged.
+
+  Returns:
+    What runs inside a federated computation.
+  """
+
+  def update(state, y, message, features, clients):
+    changes = tff.federated_map(client_update, (message, features, clients))
+    mean = aggregated(state, changes[0], clients.weight, changes[1])
+    metrics = dict(mean.metrics)
+    applied = tff.federated_map(
+        apply_change, (y, mean.value, metrics.pop('squared_change'))
+    )
+    metrics |= dict(client_drift=applied[1], inner_update_norm=applied[2])
+    metrics = with_measurements(metrics, 'inner', mean)
+    return RoundOutput(mean.state, applied[0], metrics)
+
+  return update
+
+
 def build_round(
     federated: Federation,
     aggregated: aggregation.Aggregation,
