@@ -248,6 +248,12 @@ def run(rows: Rows) -> list[dict[str, Any]]:
           _accuracies(rows, {'base': 'Algorithm 3', 'truncated': 'sum'}),
       ),
       _difference(
+          '1/l is the step size. A single client of two labels may have a'
+          ' Hessian above 2l, where its own series diverges: LFedNest on label'
+          ' shards, test accuracy at the end or where it diverged:',
+          _accuracies(rows, {'light': 'l = 1/beta', 'light, bound': '4/beta'}),
+      ),
+      _difference(
           'On label shards 480 of 600 images are inner data, on iid clients'
           ' 300; our preset has 300 on both. Test accuracy:',
           _accuracies(rows, {'base': 'a half', 'split': 'four fifths'}),

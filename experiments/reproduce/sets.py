@@ -168,6 +168,12 @@ def _differences(preset) -> dict[Any, Run]:
       for name, given in variants.items() for partition in PARTITIONS
       if (name, partition) != ('split', 'iid')
   }
+  # l = 1/beta, as in the code, is no bound of a client's own Hessian.
+  bound = 4 / preset.hyper['inner_learning_rate']
+  found['light', 'shards'] = _hyper(preset, 'lfednest', 'shards')
+  found['light, bound', 'shards'] = _hyper(
+      preset, 'lfednest', 'shards', smoothness=bound
+  )
   found['with b'] = _saddle(preset, 'fednest', 1.0, True)
   # b_i = 0 for all clients is the update without b.
   found['without b'] = _saddle(preset, 'fednest', 0.0, True)
