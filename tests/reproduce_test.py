@@ -230,3 +230,33 @@ def test_differences_are_told(monkeypatch):
   assert 'with b: x 0.01; with b: y 0.04; without: x 0; without: y 0' in text
   assert 'shards, standardised 0.8 ± 0; shards, 0 to 1 0.6 ± 0' in text
   assert 'iid, four fifths' not in text and 'shards, four fifths' in text
+
+
+def test_rounding_errors_are_not_compared():
+  rows = {
+      (method, spread, False): [_rows([1.0, end], column='x_distance')]
+      for method, end in (('fednest', 1e-19), ('lfednest', 1e-16))
+      for spread in sets.SPREADS
+  }
+  compare = claims._compare_saddle('fednest', 'lfednest', False)
+  assert compare(rows)[1] == verdicts.FAILS
+  for spread in sets.SPREADS:
+    rows['lfednest', spread, False] = [_rows([1, 1e-9], column='x_distance')]
+  assert compare(rows)[1] == verdicts.HOLDS
+
+
+def test_a_method_that_diverges_is_said_to(tmp_path, monkeypatch):
+  labels = []
+  monkeypatch.setattr(
+      figures.plots, 'draw_curves', lambda axes, found, *_: labels.extend(found)
+  )
+  rows = {
+      (method, partition): [_rows([0.1, 0.2, 0.3])]
+      for method in ('fednest', 'lfednest') for partition in sets.PARTITIONS
+  }
+  rows['lfednest', 'shards'].append(_rows([0.1, 0.2]))
+  path = figures.DRAW['2a'](rows, str(tmp_path / 'figure'))
+  assert os.path.getsize(path) < 200_000
+  assert [name.endswith('(diverges)') for name in labels] == [
+      False, False, False, True
+  ]

@@ -23,6 +23,7 @@ from experiments.reproduce.verdicts import (
 
 _ACCURACY = 'test_accuracy'
 _BALANCED = 'balanced_accuracy'
+_ROUNDING = 1e-24  # Squared distances below are as good as 0.
 
 
 class Claim(NamedTuple):
@@ -106,11 +107,11 @@ def _better_than_untuned(untuned):
 def _decay(runs: list, column: str) -> tuple[float, float, float]:
   """First and last squared distance, and R^2 of a line through its logarithm.
 
-  The line is fitted down to 1e-24, below which is rounding.
+  The line is fitted down to where rounding begins.
   """
   rows = runs[0]
   squares = np.array([row[column] ** 2 for row in rows])
-  used = squares > max(1e-24, squares.min())
+  used = squares > max(_ROUNDING, squares.min())
   k = np.flatnonzero(used)
   if len(k) < 3:
     return float(squares[0]), float(squares[-1]), 0.0
@@ -145,8 +146,12 @@ def _compare_saddle(better, worse, partial):
     found, verdicts = {}, []
     for spread in (1.0, 10.0):
       values = [
-          statistics.fmean(
-              x**2 for x in last(rows[method, spread, partial], 'x_distance')
+          max(
+              _ROUNDING,
+              statistics.fmean(
+                  x**2
+                  for x in last(rows[method, spread, partial], 'x_distance')
+              ),
           )
           for method in (better, worse)
       ]

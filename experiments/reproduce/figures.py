@@ -45,7 +45,9 @@ def _save(figure, path: str) -> str:
   import matplotlib.pyplot as plt
 
   temporary = f'{path}.tmp.png'
-  figure.savefig(temporary, dpi=130)
+  # At most a thousand pixels wide.
+  dpi = min(130, 1000 / figure.get_size_inches()[0])
+  figure.savefig(temporary, dpi=dpi, pil_kwargs=dict(optimize=True))
   os.replace(temporary, f'{path}.png')
   plt.close(figure)
   return f'{path}.png'
@@ -53,10 +55,16 @@ def _save(figure, path: str) -> str:
 
 def _panel(axes, rows: Rows, names: dict, curve: simulation.Curve, x: str):
   """Draws the runs that have rows; says in the legend which diverged."""
-  found = {
-      name: [run for run in rows[key] if run]
-      for key, name in names.items() if key in rows
+  ends = {
+      key: [run[-1]['epoch'] if run else 0 for run in rows[key]]
+      for key in names if key in rows
   }
+  longest = max((max(e) for e in ends.values() if e), default=0)
+  found = {}
+  for key, lengths in ends.items():
+    # Without one of its seeds a mean would jump, so it ends with the first.
+    suffix = ' (diverges)' if lengths and min(lengths) < longest else ''
+    found[names[key] + suffix] = [run for run in rows[key] if run]
   plots.draw_curves(
       axes, {name: runs for name, runs in found.items() if runs}, curve, x
   )
