@@ -49,7 +49,7 @@ def test_a_figure_from_runs_to_claims(tmp_path, monkeypatch, restored_context):
   assert os.path.getsize(tmp_path / 'fig5.png') < 200_000
   (claim,) = json.loads((tmp_path / 'claims.json').read_text())
   assert claim['figure'] == '5'
-  assert set(claim['measured']) == set(sets.LIGHT_METHODS)
+  assert set(claim['measured']) > set(sets.LIGHT_METHODS)
   assert claim['verdict'] in (verdicts.HOLDS, verdicts.WEAKLY, verdicts.FAILS)
 
 
@@ -134,6 +134,9 @@ def test_better_is_judged_by_size_and_spread(other, verdict):
   measured, found = claims._better_than_light(rows)
   assert found == verdict
   assert measured['FedNest'].mean == pytest.approx(0.9)
+  ends = [value for value in other if value is not None]
+  if ends:
+    assert measured['its best'].mean == pytest.approx(np.mean(ends))
 
 
 def test_equal_rounds_are_those_of_the_shorter_run():

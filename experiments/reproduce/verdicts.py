@@ -41,6 +41,13 @@ def final(runs: list, column: str) -> Value:
   return over_seeds(last(runs, column) + [0.0 for rows in runs if not rows])
 
 
+def best(runs: list, column: str) -> Value:
+  """A column's largest values."""
+  return over_seeds([
+      max(row[column] for row in run if column in row) for run in runs if run
+  ])
+
+
 def at_rounds(runs: list, column: str, rounds: int) -> Value:
   """A column when so many communication rounds were over."""
   found = []
