@@ -1,6 +1,7 @@
 """Tests share one native TFF runtime per process and leave no worker behind."""
 
 import os
+import signal
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 # Tests run on all cores, one process each.
@@ -8,6 +9,9 @@ os.environ.setdefault('TF_NUM_INTRAOP_THREADS', '1')
 
 import psutil
 import pytest
+
+# Ignored in a background job of a shell, and then in Python, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _workers():

@@ -23,10 +23,9 @@ SETTINGS = reference.Settings(
 )
 
 
-@functools.cache
-def build(method, settings, dtype=tf.float64, ihgp='truncated'):
+def build(problem, method, settings, ihgp='truncated'):
   return fednest_tff.build_fed_nest(
-      quadratic.build_problem(dtype),
+      problem,
       method,
       outer_learning_rate=settings.alpha,
       inner_learning_rate=settings.beta,
@@ -37,6 +36,11 @@ def build(method, settings, dtype=tf.float64, ihgp='truncated'):
       smoothness=settings.smoothness,
       ihgp=ihgp,
   )
+
+
+@functools.cache
+def build_quadratic(method, settings, dtype=tf.float64, ihgp='truncated'):
+  return build(quadratic.build_problem(dtype), method, settings, ihgp)
 
 
 def run(process, datasets, epochs):
@@ -51,7 +55,7 @@ def run(process, datasets, epochs):
 @pytest.mark.parametrize('method', METHODS)
 def test_three_epochs_equal_numpy(method):
   """Every term of every method, to the last digits of float64."""
-  process = build(method, SETTINGS)
+  process = build_quadratic(method, SETTINGS)
   state, _ = run(process, quadratic.to_datasets(CLIENTS), 3)
   x, y = reference.run(
       method,
@@ -67,7 +71,7 @@ def test_three_epochs_equal_numpy(method):
 
 def test_float32_epoch_equals_numpy():
   clients = quadratic.make_clients(dtype=np.float32)
-  process = build('fednest', SETTINGS, tf.float32)
+  process = build_quadratic('fednest', SETTINGS, tf.float32)
   state, _ = run(process, quadratic.to_datasets(clients), 1)
   x, y = reference.run(
       'fednest',
@@ -96,7 +100,7 @@ THOROUGH = reference.Settings(
 
 
 def _build_thorough(method):
-  return build(method, THOROUGH, ihgp='cg')
+  return build_quadratic(method, THOROUGH, ihgp='cg')
 
 
 @pytest.mark.usefixtures('in_process')
@@ -156,7 +160,7 @@ def test_single_client_is_the_centralised_algorithm():
     for _ in range(SETTINGS.outer_steps):
       x = x - SETTINGS.alpha * (form.direct_gradient(x, y) + indirect)
   for method in ('fednest', 'fednest_sgd'):
-    process = build(method, SETTINGS)
+    process = build_quadratic(method, SETTINGS)
     state, metrics = run(process, quadratic.to_datasets(clients), 2)
     np.testing.assert_allclose(state.outer, x, rtol=1e-10)
     np.testing.assert_allclose(state.inner, y, rtol=1e-10)
@@ -174,7 +178,7 @@ def test_default_smoothness_is_one_over_the_inner_step():
 
 def test_metrics_of_an_epoch_are_what_they_say():
   s = SETTINGS
-  process = build('fednest', s)
+  process = build_quadratic('fednest', s)
   _, metrics = run(process, quadratic.to_datasets(CLIENTS), 1)
   form = quadratic.ClosedForm(CLIENTS)
   x, y = quadratic.init_outer(0).numpy(), quadratic.init_inner(0).numpy()
