@@ -4,6 +4,8 @@ import math
 import statistics
 from typing import Any
 
+import numpy as np
+
 from fednest_tff import simulation
 
 
@@ -48,7 +50,9 @@ def table(results: dict[str, list], curve: simulation.Curve) -> str:
     ]
     shown = f'{statistics.fmean(lasts):.4g}'
     if len(lasts) > 1:
-      shown += f' ± {statistics.pstdev(lasts):.2g}'
+      # Unlike that of `statistics`, it takes the nan of a run that diverged
+      # before its first evaluation.
+      shown += f' ± {np.std(lasts):.2g}'
     rows = runs[0]
     seconds = [row['seconds'] for rows in runs for row in rows]
     rows_shown.append([

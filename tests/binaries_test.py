@@ -17,6 +17,7 @@ from experiments import (
     loss_tuning,
     minimax,
     program,
+    report,
     runtimes,
     settings,
     single_level,
@@ -302,3 +303,11 @@ def test_many_clients_have_one_thread_per_operation(
   chosen = settings.Settings(clients_per_round=clients, num_clients=None)
   runtimes._use_one_thread_per_operation(chosen)
   assert found == expected
+
+
+def test_table_of_runs_that_diverged_before_an_evaluation():
+  row = dict(communication_rounds=3, bytes_up=1, bytes_down=1, seconds=0.1)
+  table = report.table(
+      {'fednest': [[row], [row]]}, simulation.Curve('test_accuracy', 'accuracy')
+  )
+  assert 'nan ± nan' in table
