@@ -242,10 +242,20 @@ def test_rounding_errors_are_not_compared():
       for spread in sets.SPREADS
   }
   compare = claims._compare_saddle('fednest', 'lfednest', False)
-  assert compare(rows)[1] == verdicts.FAILS
+  measured, verdict = compare(rows)
+  assert verdict == verdicts.FAILS
+  # What is told is what was measured.
+  assert measured['s = 1: fednest'] == pytest.approx(1e-38)
   for spread in sets.SPREADS:
     rows['lfednest', spread, False] = [_rows([1, 1e-9], column='x_distance')]
   assert compare(rows)[1] == verdicts.HOLDS
+
+
+def test_runs_that_diverged_before_an_evaluation():
+  runs = [_rows([0.5, 0.7]), [{'epoch': 1}], []]
+  assert figures.last(runs, 'test_accuracy') == [0.7]
+  assert verdicts.final(runs, 'test_accuracy').mean == pytest.approx(0.7 / 3)
+  assert verdicts.best(runs, 'test_accuracy') == (0.7, 0.0, 1)
 
 
 def test_a_method_that_diverges_is_said_to(tmp_path, monkeypatch):

@@ -100,11 +100,11 @@ def _near_centralised(rows):
 
 def _better_than_untuned(untuned):
   def measure(rows):
-    tuned, plain = (
+    tuned, other = (
         final(rows[key], _BALANCED) for key in (('fednest', 'iid'), untuned)
     )
-    found = {'FedNest, iid': tuned, untuned: plain}
-    return found, is_larger(tuned, plain)
+    found = {'FedNest, iid': tuned, untuned: other}
+    return found, is_larger(tuned, other)
 
   return measure
 
@@ -151,12 +151,8 @@ def _compare_saddle(better, worse, partial):
     found, verdicts = {}, []
     for spread in (1.0, 10.0):
       values = [
-          max(
-              _ROUNDING,
-              statistics.fmean(
-                  x**2
-                  for x in last(rows[method, spread, partial], 'x_distance')
-              ),
+          statistics.fmean(
+              x**2 for x in last(rows[method, spread, partial], 'x_distance')
           )
           for method in (better, worse)
       ]
@@ -164,7 +160,7 @@ def _compare_saddle(better, worse, partial):
           f's = {spread:g}: {method}': value
           for method, value in zip((better, worse), values, strict=True)
       }
-      verdicts.append(is_smaller(*values))
+      verdicts.append(is_smaller(*(max(v, _ROUNDING) for v in values)))
     return found, worst(*verdicts)
 
   return measure

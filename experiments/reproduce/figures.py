@@ -119,11 +119,9 @@ def figure_2c(rows: Rows, path: str) -> str:
 
 
 def last(runs: list, column: str) -> list[float]:
-  """The last value of a column, seed by seed."""
-  return [
-      next(row[column] for row in reversed(rows) if column in row)
-      for rows in runs if rows
-  ]
+  """The last value of a column, seed by seed, of those that have one."""
+  values = [[row[column] for row in rows if column in row] for rows in runs]
+  return [found[-1] for found in values if found]
 
 
 def figure_3a(rows: Rows, path: str) -> str:

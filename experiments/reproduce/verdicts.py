@@ -37,15 +37,15 @@ def over_seeds(numbers: list[float]) -> Value:
 
 
 def final(runs: list, column: str) -> Value:
-  """A column's last values. A run that diverged counts as accuracy 0."""
-  return over_seeds(last(runs, column) + [0.0 for rows in runs if not rows])
+  """A column's last values; 0 where it diverged before it had one."""
+  found = last(runs, column)
+  return over_seeds(found + [0.0] * (len(runs) - len(found)))
 
 
 def best(runs: list, column: str) -> Value:
   """A column's largest values."""
-  return over_seeds([
-      max(row[column] for row in run if column in row) for run in runs if run
-  ])
+  values = [[row[column] for row in rows if column in row] for rows in runs]
+  return over_seeds([max(found) for found in values if found])
 
 
 def at_rounds(runs: list, column: str, rounds: int) -> Value:
