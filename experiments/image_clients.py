@@ -22,7 +22,7 @@ DATA = dict(
 )
 # Clients if the flags do not say: as in the paper, fewer for the small data.
 _NUM_CLIENTS = {'digits': 20}
-_CLIENTS_PER_ROUND = 10
+CLIENTS_PER_ROUND = 10
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def make_data(
 
 def cohort_size(settings: Settings, num_clients: int) -> int:
   """How many of the clients take part in an epoch."""
-  size = settings.clients_per_round or min(_CLIENTS_PER_ROUND, num_clients)
+  size = settings.clients_per_round or min(CLIENTS_PER_ROUND, num_clients)
   if size > num_clients:
     raise SettingsError(
         f'--clients_per_round={size} is more than the {num_clients} clients'

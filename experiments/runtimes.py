@@ -5,6 +5,7 @@ import os
 import tensorflow as tf
 import tensorflow_federated as tff
 
+from experiments import image_clients
 from experiments import settings as settings_lib
 import fednest_tff
 from fednest_tff.runtime import driver
@@ -38,10 +39,10 @@ def _use_one_thread_per_operation(settings: settings_lib.Settings) -> None:
   clients on two cores are 1.6 times as fast. TensorFlow can be told so only
   before it runs anything, and `TF_NUM_INTRAOP_THREADS` takes precedence.
   """
-  clients = (
+  clients = 1 if getattr(settings, 'centralised', False) else (
       getattr(settings, 'clients_per_round', None)
       or getattr(settings, 'num_clients', None)
-      or 1
+      or image_clients.CLIENTS_PER_ROUND
   )
   if clients < os.cpu_count() or 'TF_NUM_INTRAOP_THREADS' in os.environ:
     return

@@ -211,7 +211,7 @@ def test_binary(name, tmp_path, capfd):
 
 def test_several_methods_and_seeds(tmp_path, capfd):
   chosen = dict(
-      method=['lfednest_nonalt', 'fedavg_s'], seeds=2, seed=5, epochs=3,
+      method=['lfednest', 'fedavg_s'], seeds=2, seed=5, epochs=3,
       unroll=0, num_clients=3, dimension=2,
   )
   assert run(minimax.EXPERIMENT, tmp_path, **chosen) == 0
@@ -289,10 +289,20 @@ def test_saddle_converges_to_the_closed_form(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'clients, expected', [(None, []), (3, []), (4, [1]), (10, [1])]
+    'chosen, expected',
+    [
+        (dict(clients_per_round=3, num_clients=9), []),
+        (dict(clients_per_round=4, num_clients=9), [1]),
+        (dict(clients_per_round=None, num_clients=4), [1]),
+        (dict(clients_per_round=None, num_clients=None), [1]),
+        (
+            dict(clients_per_round=None, num_clients=None, centralised=True),
+            [],
+        ),
+    ],
 )
 def test_many_clients_have_one_thread_per_operation(
-    clients, expected, monkeypatch
+    chosen, expected, monkeypatch
 ):
   found = []
   monkeypatch.setattr(os, 'cpu_count', lambda: 4)
@@ -300,8 +310,7 @@ def test_many_clients_have_one_thread_per_operation(
   monkeypatch.setattr(
       tf.config.threading, 'set_intra_op_parallelism_threads', found.append
   )
-  chosen = settings.Settings(clients_per_round=clients, num_clients=None)
-  runtimes._use_one_thread_per_operation(chosen)
+  runtimes._use_one_thread_per_operation(settings.Settings(**chosen))
   assert found == expected
 
 

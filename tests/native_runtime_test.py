@@ -44,14 +44,15 @@ thread.join()
 pid = context.worker.pid
 time.sleep(0.5)
 print(total([1.0, 2.0]), pid == context.worker.pid, pid, flush=True)
+if sys.argv[1] == 'raise':
+  raise RuntimeError('on purpose')
 if sys.argv[1] == 'wait':
   time.sleep(600)
-raise RuntimeError('on purpose')
 """
-# From how the parent ends to the script's argument and a signal. Python's own
-# way out is the same after an exception as without; SIGTERM is in workers_test.
-ENDS = {
+ENDS = {  # From how the parent ends to the script's argument and a signal.
+    'exit': ('exit', None),
     'exception': ('raise', None),
+    'SIGTERM': ('wait', signal.SIGTERM),
     'SIGKILL': ('wait', signal.SIGKILL),
 }
 
@@ -104,7 +105,8 @@ def test_worker_ends_with_its_parent_and_holds_no_pipe(parents, name):
   # Returns when both pipes are closed, as `python script.py | tail` would.
   _, errors = parent.communicate(timeout=30)
   wait_until(lambda: not is_alive(int(pid)), 5)
-  assert parent.returncode == (1 if end is None else -end), errors
+  expected = {'exit': 0, 'exception': 1}.get(name, -(end or 0))
+  assert parent.returncode == expected, errors
   if name == 'exception':
     assert 'on purpose' in errors
 
