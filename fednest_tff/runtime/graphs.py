@@ -50,17 +50,20 @@ def pack(value_type: tff.Type, leaves: list) -> Any:
   return leaves.pop(0)
 
 
-def _ancestors(graph_def: tf.compat.v1.GraphDef, name: str) -> set[str]:
-  """The nodes that node `name` depends on, itself included."""
+def _node_name(name: str) -> str:
+  """The node that a tensor or a control input belongs to."""
+  return name.lstrip('^').split(':')[0]
+
+
+def _ancestors(graph_def: tf.compat.v1.GraphDef, names: list[str]) -> set[str]:
+  """The nodes that nodes `names` depend on, themselves included."""
   nodes = {node.name: node for node in graph_def.node}
-  found, stack = set(), [name]
+  found, stack = set(), list(names)
   while stack:
     current = stack.pop()
     if current not in found:
       found.add(current)
-      stack += [
-          source.lstrip('^').split(':')[0] for source in nodes[current].input
-      ]
+      stack += map(_node_name, nodes[current].input)
   return found
 
 
@@ -78,7 +81,7 @@ def _own_variables(graph_def: tf.compat.v1.GraphDef, initialize_op: str):
       handles.add(node.name)
   if not initialize_op:
     return
-  initializers = _ancestors(graph_def, initialize_op)
+  initializers = _ancestors(graph_def, [initialize_op])
   for node in graph_def.node:
     sources = {source.split(':')[0] for source in node.input}
     if node.name not in initializers and sources & handles:
@@ -134,6 +137,37 @@ def num_nodes(compiled: tff.framework.CompiledComputation) -> int:
   )
 
 
+def _as_function(
+    graph_def: tf.compat.v1.GraphDef, feeds: list[str], fetches: list[str]
+) -> Callable[..., list[tf.Tensor]]:
+  """What `fetches` need of a graph, as a TensorFlow function of `feeds`.
+
+  Imported with its arguments in place: `WrappedFunction.prune` would copy a
+  graph without them op by op.
+  """
+  needed = _ancestors(graph_def, [_node_name(name) for name in feeds + fetches])
+  placeholders = {node.name: node for node in graph_def.node}
+  signature = []
+  for name in feeds:
+    attributes = placeholders[_node_name(name)].attr
+    signature.append(
+        tf.TensorSpec(attributes['shape'].shape, attributes['dtype'].type)
+    )
+  # A stateful op that nothing depends on would run all the same.
+  kept = [node for node in graph_def.node if node.name in needed]
+  del graph_def.node[:]
+  graph_def.node.extend(kept)
+
+  def imported(*arguments):
+    given = dict(zip(feeds, arguments, strict=True))
+    waits = {f'^{_node_name(name)}': given[name] for name in feeds}
+    return tf.graph_util.import_graph_def(
+        graph_def, input_map=given | waits, return_elements=fetches, name=''
+    )
+
+  return tf.compat.v1.wrap_function(imported, signature)
+
+
 def import_graph(
     compiled: tff.framework.CompiledComputation,
 ) -> Callable[[Any], Any]:
@@ -147,26 +181,18 @@ def import_graph(
   graph_def = tf.compat.v1.GraphDef()
   proto.graph_def.Unpack(graph_def)
   _own_variables(graph_def, proto.initialize_op)
-  wrapped = tf.compat.v1.wrap_function(
-      lambda: tf.graph_util.import_graph_def(graph_def, name=''), []
-  )
-
-  def tensor(name):
-    return wrapped.graph.get_tensor_by_name(name)
-
-  feeds = []
-  if proto.HasField('parameter'):
-    feeds = [tensor(name) for name in _tensor_names(proto.parameter)]
-  fetches = [tensor(name) for name in _tensor_names(proto.result)]
   token = [proto.session_token_tensor_name] if (
       proto.session_token_tensor_name
   ) else []
-  pruned = wrapped.prune(feeds + [tensor(name) for name in token], fetches)
+  feeds = token
+  if proto.HasField('parameter'):
+    feeds = _tensor_names(proto.parameter) + token
+  imported = _as_function(graph_def, feeds, _tensor_names(proto.result))
   result_type = compiled.type_signature.result
 
   def call(argument=None):
     arguments = [] if argument is None else flatten(argument)
     arguments += [tf.constant('') for _ in token]
-    return pack(result_type, list(pruned(*arguments)))
+    return pack(result_type, list(imported(*arguments)))
 
   return call
