@@ -143,6 +143,13 @@ def unplaced(x):
   )
 
 
+@tff.tensorflow.computation(np.float32, np.float32, np.float32)
+def arguments_in_every_role(given_back, waited_for, ignored):
+  tf.raw_ops.Assert(condition=ignored < 0.0, data=[ignored])  # Never runs.
+  with tf.control_dependencies([waited_for]):
+    return given_back, tf.constant(2.0), given_back
+
+
 def _range(stop):
   return tf.data.Dataset.range(stop, output_type=tf.int32)
 
@@ -157,6 +164,7 @@ def _range(stop):
     lambda: select([np.int32([1, 2]), np.int32([5, 6])]),
     lambda: evaluated([1.0, 2.0]),
     lambda: unplaced(3),
+    lambda: arguments_in_every_role(1.0, 2.0, 3.0),
 ])
 def test_small_computations(runtime, function):
   _assert_like_native(runtime, function)

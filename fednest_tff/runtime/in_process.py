@@ -12,15 +12,14 @@ import hashlib
 import re
 import sys
 import threading
-import time
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff.runtime import devices as devices_lib
-from fednest_tff.runtime import graphs, values
-from fednest_tff.runtime.cohort import Everywhere, Mapped, Unrolled, shared
+from fednest_tff.runtime import graphs, placed
+from fednest_tff.runtime.cohort import Mapped, Unrolled
 from fednest_tff.runtime.lowering import Lowering
 
 # A cohort is written out client by client up to this many clients, and up to
@@ -138,15 +137,15 @@ class InProcessRuntime:
     """The result of `computation`, in the Python types that TFF gives."""
     compiled = self._compile(computation)
     signature = compiled.type_signature
-    arguments = _arguments(signature.parameter, argument)
-    size = _cohort_size(arguments)
+    arguments = placed.arguments(signature.parameter, argument)
+    size = placed.cohort_size(arguments)
     cohort = self._cohort(size or 0, compiled.num_nodes)
     feeds = []
     for value_type, value in arguments:
-      feeds += _feed(cohort, value_type, value)
+      feeds += placed.feed(cohort, value_type, value)
     function = self._function(compiled, cohort)
     found = list(function(*feeds))
-    result = _result(cohort, signature.result, found)
+    result = placed.result(cohort, signature.result, found)
     return tff.types.type_to_py_container(
         result, computation.type_signature.result
     )
@@ -198,16 +197,16 @@ class InProcessRuntime:
   def _trace(self, compiled: _Compiled, cohort: Unrolled | Mapped):
     """The computation as a concrete TensorFlow function of flat tensors."""
     parameter = compiled.type_signature.parameter
-    parts = _parts(parameter)
+    parts = placed.parts(parameter)
     specs = []
     for value_type in parts:
-      specs += _specs(cohort, value_type)
+      specs += placed.specs(cohort, value_type)
     self._graphs = {}
 
     @tf.function(input_signature=specs, autograph=False)
     def lowered(*leaves):
       leaves = list(leaves)
-      taken = [_take(cohort, value_type, leaves) for value_type in parts]
+      taken = [placed.take(cohort, value_type, leaves) for value_type in parts]
       lowering = Lowering(cohort, self._import, self._devices[0])
       function = lowering.evaluate(compiled.block, {})
       if parameter is None:
@@ -219,137 +218,11 @@ class InProcessRuntime:
         )
       else:
         value = function(taken[0])
-      return _give(cohort, compiled.type_signature.result, value)
+      return placed.give(cohort, compiled.type_signature.result, value)
 
     concrete = lowered.get_concrete_function()
     self._graphs = {}
     return concrete
-
-
-def _parts(parameter: tff.Type | None) -> list[tff.Type]:
-  """The types of a computation's arguments."""
-  if parameter is None:
-    return []
-  if isinstance(parameter, tff.StructType):
-    return [t for _, t in tff.structure.iter_elements(parameter)]
-  return [parameter]
-
-
-def _arguments(parameter: tff.Type | None, argument: Any) -> list[tuple]:
-  """Pairs of type and value, one per argument."""
-  if parameter is None:
-    return []
-  if isinstance(parameter, tff.StructType):
-    found = values.fields(argument, parameter)
-    return list(zip(_parts(parameter), found, strict=True))
-  return [(parameter, argument)]
-
-
-def _client_lists(value_type: tff.Type, value: Any) -> list:
-  """The lists of clients' values in an argument."""
-  if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.CLIENTS and not value_type.all_equal:
-      if not isinstance(value, (list, tuple)):
-        raise TypeError(
-            f'Expected a list with a value per client for {value_type}; got'
-            f' {type(value).__name__}.'
-        )
-      return [value]
-    return []
-  if isinstance(value_type, tff.StructType):
-    types = _parts(value_type)
-    found = values.fields(value, value_type)
-    return [
-        clients
-        for t, v in zip(types, found, strict=True)
-        for clients in _client_lists(t, v)
-    ]
-  return []
-
-
-def _cohort_size(arguments: list[tuple]) -> int | None:
-  """How many clients there are; `None` if no argument tells."""
-  sizes = {
-      len(clients) for t, v in arguments for clients in _client_lists(t, v)
-  }
-  if len(sizes) > 1:
-    raise ValueError(
-        f'Arguments at the clients differ in their number: {sorted(sizes)}.'
-    )
-  return sizes.pop() if sizes else None
-
-
-def _is_shared(value_type: tff.FederatedType) -> bool:
-  return value_type.placement is tff.CLIENTS and value_type.all_equal
-
-
-def _specs(cohort, value_type: tff.Type) -> list[tf.TensorSpec]:
-  if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.SERVER or value_type.all_equal:
-      return values.leaf_specs(value_type.member)
-    return cohort.specs(value_type.member)
-  if isinstance(value_type, tff.StructType):
-    return [s for t in _parts(value_type) for s in _specs(cohort, t)]
-  return values.leaf_specs(value_type)
-
-
-def _feed(cohort, value_type: tff.Type, value: Any) -> list[tf.Tensor]:
-  if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.SERVER or value_type.all_equal:
-      return values.leaves(value, value_type.member)
-    return cohort.feed(value, value_type.member)
-  if isinstance(value_type, tff.StructType):
-    found = values.fields(value, value_type)
-    return [
-        leaf
-        for t, v in zip(_parts(value_type), found, strict=True)
-        for leaf in _feed(cohort, t, v)
-    ]
-  return values.leaves(value, value_type)
-
-
-def _take(cohort, value_type: tff.Type, leaves: list) -> Any:
-  if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.SERVER or value_type.all_equal:
-      value = graphs.pack(value_type.member, leaves)
-      return Everywhere(value) if _is_shared(value_type) else value
-    return cohort.take(leaves, value_type.member)
-  if isinstance(value_type, tff.StructType):
-    return tff.structure.Struct(
-        (name, _take(cohort, t, leaves))
-        for name, t in tff.structure.iter_elements(value_type)
-    )
-  return graphs.pack(value_type, leaves)
-
-
-def _give(cohort, value_type: tff.Type, value: Any) -> list[tf.Tensor]:
-  if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.CLIENTS:
-      if value_type.all_equal:
-        return graphs.flatten(shared(value))
-      return cohort.give(value, value_type.member)
-    return graphs.flatten(value)
-  if isinstance(value_type, tff.StructType):
-    types = _parts(value_type)
-    return [
-        leaf
-        for k, t in enumerate(types)
-        for leaf in _give(cohort, t, value[k])
-    ]
-  return graphs.flatten(value)
-
-
-def _result(cohort, value_type: tff.Type, found: list) -> Any:
-  if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.CLIENTS and not value_type.all_equal:
-      return cohort.results(found, value_type.member)
-    return values.to_python(found, value_type.member)
-  if isinstance(value_type, tff.StructType):
-    return tff.structure.Struct(
-        (name, _result(cohort, t, found))
-        for name, t in tff.structure.iter_elements(value_type)
-    )
-  return values.to_python(found, value_type)
 
 
 class _Progress:
@@ -360,7 +233,6 @@ class _Progress:
     self._shown = False
 
   def __enter__(self):
-    self._start = time.monotonic()
     if sys.stderr.isatty():
       print(self._text, end='', file=sys.stderr, flush=True)
       self._shown = True
