@@ -232,7 +232,7 @@ def run_in(
       trial.build(method)
   chosen = {'experiment': experiment.name, **vars(settings)}
   with simulation.RunDirectory(
-      output_dir, chosen, about(), overwrite
+      output_dir, chosen, about(), overwrite, may_grow=('epochs',)
   ) as directory:
     results, failures = execute(experiment, settings, directory)
     curve = experiment.curve(settings)

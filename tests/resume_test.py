@@ -205,6 +205,22 @@ def test_damaged_checkpoint_and_full_disk(launcher, reference, tmp_path):
   assert column(directory / 'metrics.csv', 'seconds')[:6] == seconds[:6]
 
 
+def test_more_epochs_go_on(launcher, reference, tmp_path):
+  directory, log = tmp_path / 'run', tmp_path / 'log.txt'
+  metrics = directory / 'metrics.csv'
+  command = in_directory(RUN, directory)
+  assert launcher.run([*command, '--epochs=7'], log) == 0, log.read_text()
+  seconds = column(metrics, 'seconds')
+  assert len(seconds) == 7
+  assert launcher.run(command, log) == 0, log.read_text()
+  assert without_seconds(metrics) == reference
+  assert column(metrics, 'seconds')[:7] == seconds
+  # Fewer would be another run.
+  assert launcher.run([*command, '--epochs=7'], log) == 2
+  assert '--epochs was 30 and is 7' in log.read_text()
+  assert without_seconds(metrics) == reference
+
+
 def test_signals_save_the_state(launcher, tmp_path):
   directory = tmp_path / 'run'
   metrics = directory / 'metrics.csv'

@@ -1,9 +1,11 @@
 """A directory that belongs to one run: its settings, and one process at a time.
 
 A second process is refused, and so are other settings than those that the run
-began with. Files are replaced, never overwritten in place.
+began with, unless it may grow and has. Files are replaced, never overwritten in
+place.
 """
 
+from collections.abc import Sequence
 import contextlib
 import fcntl
 import glob
@@ -96,6 +98,7 @@ class RunDirectory:
       settings: dict[str, Any],
       about: dict[str, Any],
       overwrite: bool = False,
+      may_grow: Sequence[str] = (),
   ):
     """Names the directory; nothing is touched before `with`.
 
@@ -105,12 +108,15 @@ class RunDirectory:
         other settings is refused.
       about: What else `config.json` tells, such as versions.
       overwrite: Whether to remove an earlier run and start anew.
+      may_grow: Names of settings, numbers, that only say how far to go: a run
+        goes on if they are larger than before.
     """
     self.path = path
     # As they will look when read back.
     self._settings = json.loads(json.dumps(settings, default=str))
     self._about = about
     self._overwrite = overwrite
+    self._may_grow = may_grow
     self._lock = None
     self._is_new = False
     # What there was not before.
@@ -128,13 +134,13 @@ class RunDirectory:
           self._remove_run()
           before = None
         self._remove_leftovers()
-        if before is None:
-          self._is_new = True
+        self._is_new = before is None
+        if not self._is_new:
+          self._check_settings(before)
+        if before != self._settings:
           write_json(
               self.join(_CONFIG), {'flags': self._settings, **self._about}
           )
-        else:
-          self._check_settings(before)
       except BaseException:
         self._leave()
         raise
@@ -237,7 +243,13 @@ class RunDirectory:
     return content['flags']
 
   def _check_settings(self, before: dict[str, Any]) -> None:
-    differences = _differences(before, self._settings)
+    grown = {
+        name: self._settings[name]
+        for name in self._may_grow
+        if isinstance(before.get(name), (int, float))
+        and before[name] < self._settings[name]
+    }
+    differences = _differences(before | grown, self._settings)
     if differences:
       raise errors.RunError(
           f'{self.path!r} holds a run with other flags ('
