@@ -31,9 +31,9 @@ _DEFAULTS = image_clients.DATA | nested.METHOD | dict(
 def _clients(settings: Settings, seed: int):
   if not settings.centralised:
     return image_clients.make_data(settings, seed, settings.imbalance)
-  if settings.num_clients or settings.clients_per_round:
+  if {settings.num_clients, settings.clients_per_round} - {None, 1}:
     raise SettingsError(
-        '--num_clients and --clients_per_round do not go with --centralised'
+        '--num_clients and --clients_per_round must be 1 with --centralised'
     )
   # One client: how examples would be divided does not matter.
   one = Settings(**(vars(settings) | dict(partition='iid', num_clients=1)))

@@ -232,26 +232,27 @@ def run_in(
       trial.build(method)
   chosen = {'experiment': experiment.name, **vars(settings)}
   with simulation.RunDirectory(
-      output_dir, chosen, about(), overwrite, may_grow=('epochs',)
+      output_dir, chosen, about(), overwrite, length='epochs'
   ) as directory:
     results, failures = execute(experiment, settings, directory)
     curve = experiment.curve(settings)
+    # Some may have diverged before they had a row.
     started = {m: [r for r in runs if r] for m, runs in results.items()}
-    results = {method: runs for method, runs in started.items() if runs}
+    started = {method: runs for method, runs in started.items() if runs}
     with simulation.file_errors(output_dir):
-      if len(settings.method) * settings.seeds > 1 and results:
+      if len(settings.method) * settings.seeds > 1 and started:
         every = [
-            row for runs in results.values() for rows in runs for row in rows
+            row for runs in started.values() for rows in runs for row in rows
         ]
         simulation.write_rows(directory.join('metrics.csv'), every)
-      if results:
-        summary = report.summary(results)
+      if started:
+        summary = report.summary(started)
         simulation.write_json(directory.join('summary.json'), summary)
         plot = simulation.draw(
-            results, curve, directory.join('plot'), experiment.title
+            started, curve, directory.join('plot'), experiment.title
         )
-  if results and not quiet:
-    print(report.table(results, curve))
+  if started and not quiet:
+    print(report.table(started, curve))
     print(f'plot: {plot}')
   return results, failures
 

@@ -39,11 +39,15 @@ def _use_one_thread_per_operation(settings: settings_lib.Settings) -> None:
   clients on two cores are 1.6 times as fast. TensorFlow can be told so only
   before it runs anything, and `TF_NUM_INTRAOP_THREADS` takes precedence.
   """
-  clients = 1 if getattr(settings, 'centralised', False) else (
+  clients = (
       getattr(settings, 'clients_per_round', None)
       or getattr(settings, 'num_clients', None)
       or image_clients.CLIENTS_PER_ROUND
   )
+  if getattr(settings, 'centralised', False):
+    clients = 1
+  elif hasattr(settings, 'dataset') and not settings.clients_per_round:
+    clients = min(clients, image_clients.CLIENTS_PER_ROUND)
   if clients < os.cpu_count() or 'TF_NUM_INTRAOP_THREADS' in os.environ:
     return
   try:

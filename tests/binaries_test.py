@@ -289,23 +289,24 @@ def test_saddle_converges_to_the_closed_form(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'chosen, expected',
+    'cores, chosen, expected',
     [
-        (dict(clients_per_round=3, num_clients=9), []),
-        (dict(clients_per_round=4, num_clients=9), [1]),
-        (dict(clients_per_round=None, num_clients=4), [1]),
-        (dict(clients_per_round=None, num_clients=None), [1]),
-        (
-            dict(clients_per_round=None, num_clients=None, centralised=True),
-            [],
-        ),
+        (4, dict(clients_per_round=3, num_clients=9), []),
+        (4, dict(clients_per_round=4, num_clients=9), [1]),
+        (4, dict(clients_per_round=None, num_clients=4), [1]),
+        (4, dict(clients_per_round=None, num_clients=None), [1]),
+        (4, dict(clients_per_round=None, num_clients=9, centralised=True), []),
+        # All of them take part, or ten, where there are images.
+        (32, dict(clients_per_round=None, num_clients=100), [1]),
+        (32, dict(clients_per_round=None, num_clients=100, dataset='x'), []),
+        (32, dict(clients_per_round=50, num_clients=100, dataset='x'), [1]),
     ],
 )
 def test_many_clients_have_one_thread_per_operation(
-    chosen, expected, monkeypatch
+    cores, chosen, expected, monkeypatch
 ):
   found = []
-  monkeypatch.setattr(os, 'cpu_count', lambda: 4)
+  monkeypatch.setattr(os, 'cpu_count', lambda: cores)
   monkeypatch.delenv('TF_NUM_INTRAOP_THREADS')
   monkeypatch.setattr(
       tf.config.threading, 'set_intra_op_parallelism_threads', found.append

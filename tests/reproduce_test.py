@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 from absl import flags
 from absl.testing import flagsaver
@@ -11,7 +12,14 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from experiments.reproduce import __main__ as reproduce
-from experiments.reproduce import claims, differences, figures, sets, verdicts
+from experiments.reproduce import (
+    claims,
+    differences,
+    figures,
+    measures,
+    sets,
+    verdicts,
+)
 from tests import quadratic, reference
 
 
@@ -47,8 +55,9 @@ def test_a_figure_from_runs_to_claims(tmp_path, monkeypatch, restored_context):
       assert reproduce.main(['reproduce']) == 0
   assert (tmp_path / 'claims.md').read_text() == first
   assert os.path.getsize(tmp_path / 'fig5.png') < 200_000
-  (claim,) = json.loads((tmp_path / 'claims.json').read_text())
-  assert claim['figure'] == '5'
+  claim, other = json.loads((tmp_path / 'claims.json').read_text())
+  assert claim['figure'] == other['figure'] == '5'
+  assert '--figure=5 --preset=quick' in claim['made_by']
   assert set(claim['measured']) > set(sets.LIGHT_METHODS)
   assert claim['verdict'] in (verdicts.HOLDS, verdicts.WEAKLY, verdicts.FAILS)
 
@@ -57,6 +66,7 @@ def test_a_figure_from_runs_to_claims(tmp_path, monkeypatch, restored_context):
     'given, message',
     [
         (dict(figure=['7']), '--figure=7'),
+        (dict(figure=['2c'], preset='tuned'), '--figure=2c'),
         (dict(figure=['2a'], preset='paper'), 'needs --data_dir'),
         (dict(figure=['2a'], preset='paper', data_dir='/nowhere'), '/nowhere'),
     ],
@@ -69,9 +79,15 @@ def test_bad_flags(given, message, tmp_path, capfd, restored_context):
   assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize('preset', ['quick', 'paper', 'tuned'])
-@pytest.mark.parametrize('figure', (*sets.FIGURES, 'code'))
-def test_every_run_has_settings_that_its_experiment_knows(figure, preset):
+@pytest.mark.parametrize(
+    'preset, figure',
+    [
+        *((preset, figure) for preset in ('quick', 'paper')
+          for figure in (*sets.FIGURES, 'code')),
+        *(('tuned', figure) for figure in sets.TUNED_FIGURES),
+    ],
+)
+def test_every_run_has_settings_that_its_experiment_knows(preset, figure):
   runs = sets.runs_of(figure, sets.make_preset(preset, 'somewhere', None))
   for run in runs.values():
     settings = run.experiment.resolve(run.given)
@@ -131,7 +147,7 @@ def test_better_is_judged_by_size_and_spread(other, verdict):
           _rows([0.1, value]) if value is not None else [] for value in other
       ],
   }
-  measured, found = claims._better_than_light(rows)
+  measured, found = measures.better_than_light(rows)
   assert found == verdict
   assert measured['FedNest'].mean == pytest.approx(0.9)
   ends = [value for value in other if value is not None]
@@ -144,26 +160,141 @@ def test_equal_rounds_are_those_of_the_shorter_run():
       ('fednest', 'shards'): [_rows([0.1, 0.2, 0.3], 9)],
       ('fednest_sgd', 'shards'): [_rows([0.15, 0.25, 0.35], 8)],
   }
-  measured, _ = claims._svrg('test_accuracy')(rows)
+  measured, _ = measures.svrg('test_accuracy')(rows)
   # After 24 rounds, the end of the second, the first has had two epochs.
   assert measured['SVRG'].mean == 0.2
   assert measured['SGD'].mean == 0.35
 
 
+def test_a_run_that_diverged_does_not_cut_the_other_short():
+  rows = {
+      'whole': [_rows([0.1, 0.2, 0.3, 0.4])],
+      'diverged': [_rows([0.5, 0.6, 0.7]), _rows([0.5]), []],
+  }
+  whole, diverged = verdicts.at_same_rounds(
+      rows, ['whole', 'diverged'], 'test_accuracy'
+  )
+  assert whole.mean == 0.4
+  # Its last values, and nothing where there is none.
+  assert diverged.mean == pytest.approx((0.7 + 0.5 + 0) / 3)
+
+
+def _ends(column='test_accuracy', **values):
+  """Two equal seeds that end at a value, by key."""
+  return {
+      key.replace('__', ' '): [_rows([0.1, value], column=column)] * 2
+      for key, value in values.items()
+  }
+
+
+def _split(column='test_accuracy', **values):
+  """The same for keys such as fednest__iid."""
+  return {
+      tuple(key.split(' ')): runs
+      for key, runs in _ends(column, **values).items()
+  }
+
+
+HOLDS, WEAKLY, FAILS = verdicts.HOLDS, verdicts.WEAKLY, verdicts.FAILS
+BALANCED = measures.BALANCED
+JUDGED = [
+    (measures.both_do_well_iid, _split(fednest__iid=0.92, lfednest__iid=0.91),
+     HOLDS),
+    (measures.both_do_well_iid, _split(fednest__iid=0.92, lfednest__iid=0.8),
+     FAILS),
+    (measures.shards_as_iid, _split(fednest__iid=0.92, fednest__shards=0.915),
+     HOLDS),
+    (measures.shards_as_iid, _split(fednest__iid=0.92, fednest__shards=0.9),
+     WEAKLY),
+    (measures.better_than_light,
+     _split(fednest__shards=0.92, lfednest__shards=0.905), WEAKLY),
+    (measures.near_centralised,
+     _split(BALANCED, fednest__iid=0.9) | _ends(BALANCED, centralised=0.91),
+     HOLDS),
+    (measures.near_centralised,
+     _split(BALANCED, fednest__iid=0.8) | _ends(BALANCED, centralised=0.91),
+     FAILS),
+    (measures.better_than_untuned('untuned clients'),
+     _split(BALANCED, fednest__iid=0.9)
+     | _ends(BALANCED, untuned__clients=0.85), HOLDS),
+    (measures.better_than_untuned('untuned'),
+     _split(BALANCED, fednest__iid=0.9) | _ends(BALANCED, untuned=0.91), FAILS),
+    (measures.svrg_gains(measures.ACCURACY),
+     _split(fednest__iid=0.9, fednest_sgd__iid=0.89, fednest__shards=0.9,
+            fednest_sgd__shards=0.8), HOLDS),
+    (measures.svrg_gains(measures.ACCURACY),
+     _split(fednest__iid=0.9, fednest_sgd__iid=0.8, fednest__shards=0.9,
+            fednest_sgd__shards=0.89), FAILS),
+    (measures.alternation,
+     _ends(lfednest=0.9, lfednest_svrg=0.91, lfednest_nonalt=0.8), HOLDS),
+    (measures.alternation,
+     _ends(lfednest=0.9, lfednest_svrg=0.7, lfednest_nonalt=0.8), FAILS),
+    (measures.light_svrg, _ends(lfednest=0.8, lfednest_svrg=0.9), HOLDS),
+    (measures.light_svrg, _ends(lfednest=0.9, lfednest_svrg=0.8), FAILS),
+]
+
+
+@pytest.mark.parametrize('measure, rows, verdict', JUDGED)
+def test_verdicts(measure, rows, verdict):
+  assert measure(rows)[1] == verdict
+
+
+def test_verdicts_on_tau():
+  rows = {
+      (tau, partition): [_rows([0.5, 0.6 + tau / 100])]
+      for tau in (1, 5) for partition in sets.PARTITIONS
+  }
+  measured, verdict = measures.larger_tau(rows)
+  assert measured['shards, tau = 5'].mean == 0.65 and verdict == HOLDS
+  rows[5, 'iid'] = [_rows([0.5, 0.6])]
+  assert measures.larger_tau(rows)[1] == FAILS
+
+
+def test_verdicts_on_steps():
+  methods = ('fednest', 'fednest_sgd', 'lfednest', 'lfednest_svrg')
+  swings = (0.0, 0.02, 0.08, 0.04)
+  rows = {}
+  for method, swing in zip(methods, swings, strict=True):
+    runs = [_rows([0.5, 0.7, 0.8, 0.9, 0.9 - swing, 0.9], 9)]
+    rows |= {(step, method): runs for step in (0.1, 0.01)}
+  assert measures.steadier(rows)[1] == HOLDS
+  rows[0.1, 'lfednest'] = rows[0.1, 'fednest']
+  assert measures.steadier(rows)[1] == FAILS
+  assert measures.small_steps(rows)[1] == HOLDS
+  # It has turned back; it never got anywhere.
+  for other in ([0.5, 0.9, 0.6], [0.1, 0.1, 0.1]):
+    rows[0.01, 'lfednest'] = [_rows(other)]
+    assert measures.small_steps(rows)[1] == FAILS
+  # After 12 rounds, the end of the light method, FedNest has had one epoch.
+  rows[0.1, 'lfednest'] = [_rows([0.1, 0.1, 0.2, 0.2, 0.3, 0.3], 2)]
+  measured, verdict = measures.large_steps(rows)
+  assert measured['FedNest'].mean == 0.5 and verdict == HOLDS
+
+
+def _distances(x, y=None):
+  return [
+      dict(epoch=k + 1, x_distance=a, y_distance=b)
+      for k, (a, b) in enumerate(zip(x, y or x, strict=True))
+  ]
+
+
+LINEAR = [10.0**-k for k in range(1, 12)]
+FLAT = [10.0 ** -min(k, 4) for k in range(1, 12)]
+
+
 @pytest.mark.parametrize(
-    'distances, verdict',
+    'runs, verdict',
     [
-        ([10.0**-k for k in range(1, 12)], verdicts.HOLDS),
-        ([1 / k for k in range(1, 12)], verdicts.FAILS),
-        ([10.0 ** -min(k, 4) for k in range(12)], verdicts.FAILS),
+        ([_distances(LINEAR)] * 2, HOLDS),
+        ([_distances([1 / k for k in range(1, 12)])], FAILS),
+        # One seed or one variable that does not is enough.
+        ([_distances(LINEAR), _distances(FLAT)], FAILS),
+        ([_distances(LINEAR, FLAT)], FAILS),
     ],
 )
-def test_linear_convergence(distances, verdict):
-  rows = {
-      ('fednest', spread, False): [_rows(distances, column='x_distance')]
-      for spread in sets.SPREADS
-  }
-  assert claims._linear(False)(rows)[1] == verdict
+def test_linear_convergence(runs, verdict):
+  rows = {('fednest', spread, False): runs for spread in sets.SPREADS}
+  assert measures.linear(False)(rows)[1] == verdict
 
 
 def test_squares_are_squares():
@@ -222,7 +353,9 @@ def test_differences_are_told(monkeypatch):
   preset = sets.make_preset('quick', None, 2)
   rows = {}
   for key, run in sets.runs_of('code', preset).items():
-    if isinstance(key, tuple):
+    if key[:6] == 'tuning':
+      rows[key] = [_rows([0.1, 0.7], column=BALANCED)]
+    elif isinstance(key, tuple):
       value = 0.8 if run.given['standardize'] else 0.6
       rows[key] = [_rows([0.1, value])] * 2
     else:
@@ -232,23 +365,39 @@ def test_differences_are_told(monkeypatch):
   assert 'N = 100, code 0.19' in text
   assert 'with b: x 0.01; with b: y 0.04; without: x 0; without: y 0' in text
   assert 'shards, standardised 0.8 ± 0; shards, 0 to 1 0.6 ± 0' in text
+  assert 'not divided 0.7; no tuning 0.7' in text
   assert 'iid, four fifths' not in text and 'shards, four fifths' in text
 
 
 def test_rounding_errors_are_not_compared():
-  rows = {
-      (method, spread, False): [_rows([1.0, end], column='x_distance')]
-      for method, end in (('fednest', 1e-19), ('lfednest', 1e-16))
-      for spread in sets.SPREADS
-  }
-  compare = claims._compare_saddle('fednest', 'lfednest', False)
-  measured, verdict = compare(rows)
-  assert verdict == verdicts.FAILS
+  def rows(end):
+    return {
+        (method, spread, False): [_distances([1.0, last])] * 2
+        for method, last in (('fednest', 1e-19), ('lfednest', end))
+        for spread in sets.SPREADS
+    }
+
+  compare = measures.compare_saddle('fednest', 'lfednest', False, 10)
+  measured, verdict = compare(rows(1e-16))
+  assert verdict == FAILS
   # What is told is what was measured.
-  assert measured['s = 1: fednest'] == pytest.approx(1e-38)
-  for spread in sets.SPREADS:
-    rows['lfednest', spread, False] = [_rows([1, 1e-9], column='x_distance')]
-  assert compare(rows)[1] == verdicts.HOLDS
+  assert measured['s = 1: fednest'].mean == pytest.approx(2e-38)
+  assert compare(rows(1e-9))[1] == HOLDS
+  assert compare(rows(1.5e-12))[1] == WEAKLY
+
+
+def test_tables_have_a_cell_per_column_and_say_what_made_them():
+  found = [
+      dict(figure=figure, claim='|a| < b', measured={'x': 1.0},
+           published='|b|', verdict=HOLDS, made_by=made_by)
+      for figure, made_by in (('2a', 'this'), ('2b', 'this'), ('4', 'that'))
+  ]
+  text = claims.to_markdown(found, '# Claims')
+  assert '- 2a, 2b: this\n- 4: that\n' in text
+  rows = [line for line in text.split('\n') if line.startswith('|')]
+  assert len(rows) == 5
+  for row in rows:
+    assert len(re.findall(r'(?<!\\)\|', row)) == 6
 
 
 def test_runs_that_diverged_before_an_evaluation():

@@ -75,6 +75,34 @@ def test_directory_keeps_settings_and_what_is_about_them(tmp_path):
   assert '--a was [1, 2] and is [1]; --b was None and is 0' in message
 
 
+def test_length_may_change_but_not_below_what_is_on_record(tmp_path):
+  def directory(epochs, **other):
+    settings = {'a': 1, 'epochs': epochs} | other
+    return simulation.RunDirectory(
+        str(tmp_path), settings, {'commit': epochs}, length='epochs'
+    )
+
+  with directory(3):
+    (tmp_path / 'metrics.csv').write_text('epoch\r\n1\r\n2\r\n3\r\n')
+  with directory(9):
+    content = json.loads((tmp_path / 'config.json').read_text())
+  assert content['flags']['epochs'] == content['commit'] == 9
+  assert content['earlier'] == {'flags': {'a': 1, 'epochs': 3}, 'commit': 3}
+  # The larger number was a slip, and nothing has been computed for it.
+  with directory(3):
+    pass
+  for wrong in (directory(2), directory(9, a=2)):
+    with pytest.raises(simulation.RunError, match='with other flags'):
+      wrong.__enter__()
+  # Of several runs, the longest counts; `metrics.csv` has the rows of all.
+  (tmp_path / 'runs' / 'x').mkdir(parents=True)
+  (tmp_path / 'runs' / 'x' / 'metrics.csv').write_text('epoch\r\n1\r\n2\r\n')
+  with directory(2):
+    pass
+  with pytest.raises(simulation.RunError, match='epochs was 2 and is 1'):
+    directory(1).__enter__()
+
+
 def test_directory_of_a_failed_start_goes_away(tmp_path):
   path = tmp_path / 'a' / 'b'
   with pytest.raises(ZeroDivisionError):

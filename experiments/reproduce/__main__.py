@@ -35,16 +35,19 @@ _FIGURE = flags.DEFINE_list(
 )
 _PRESET = flags.DEFINE_enum('preset', 'quick', sets.PRESETS, 'How large.')
 FLAGS = flags.FLAGS
+_SPREAD = 'Means ± standard deviations over seeds.'
 _OWN = ('data_dir', 'output_dir', 'seeds', 'epochs')
 
 
 def _chosen() -> list[str]:
+  known = sets.TUNED_FIGURES if _PRESET.value == 'tuned' else _FIGURES
   if _FIGURE.value == ['all']:
-    return list(_FIGURES)
+    return list(known)
   for name in _FIGURE.value:
-    if name not in _FIGURES:
+    if name not in known:
       raise settings_lib.SettingsError(
-          f'--figure={name} is none of {", ".join(_FIGURES)}, all'
+          f'--figure={name} is none of {", ".join(known)}, all, with'
+          f' --preset={_PRESET.value}'
       )
   return _FIGURE.value
 
@@ -79,18 +82,20 @@ def _run(run: sets.Run, preset: sets.Preset, folder: str) -> list:
   )
   for (_, seed), reason in failures.items():
     logging.warning('%s, seed %d: %s', run.name, seed, reason)
-  return results.get(settings.method[0], [[]])
+  return results[settings.method[0]]
 
 
-def _heading(title: str, preset: sets.Preset) -> str:
+def _made_by(preset: sets.Preset) -> str:
+  """The command, the commit, the versions and the machine."""
   about = program.about()
   versions = ', '.join(f'{k} {v}' for k, v in about['versions'].items())
+  command = f'--figure={",".join(_FIGURE.value)} --preset={preset.name}'
+  if FLAGS.epochs is not None:
+    command += f' --epochs={FLAGS.epochs}'
   return (
-      f'# {title}, preset `{preset.name}`, {preset.seeds} seed(s)\n\n'
-      f'Command: `python -m experiments.reproduce'
-      f' --figure={",".join(_FIGURE.value)} --preset={preset.name}`. Commit'
-      f' {about["commit"]}; {versions}; {os.cpu_count()} cores,'
-      f' {platform.machine()}. Means ± standard deviations over seeds.'
+      f'`python -m experiments.reproduce {command}`, {preset.seeds} seed(s);'
+      f' commit {about["commit"]}; {versions}; {os.cpu_count()} cores,'
+      f' {platform.machine()}'
   )
 
 
@@ -102,10 +107,13 @@ def _write_claims(found: list[dict], preset: sets.Preset, folder: str) -> None:
     with open(path) as file:
       before = json.load(file)
   now = {claim['figure'] for claim in found}
-  merged = [c for c in before if c['figure'] not in now] + found
+  made_by = _made_by(preset)
+  merged = [c for c in before if c['figure'] not in now] + [
+      claim | dict(made_by=made_by) for claim in found
+  ]
   merged.sort(key=lambda claim: _FIGURES.index(claim['figure']))
   simulation.write_json(path, merged)
-  text = claims.to_markdown(merged, _heading('Claims', preset))
+  text = claims.to_markdown(merged, f'# Claims\n\n{_SPREAD}')
   with open(os.path.join(folder, 'claims.md'), 'w') as file:
     file.write(text)
 
@@ -115,7 +123,8 @@ def _write_differences(rows, preset: sets.Preset, folder: str) -> str:
   found = differences.run(rows)
   path = os.path.join(folder, 'differences.md')
   with open(path, 'w') as file:
-    file.write(differences.to_markdown(found, _heading('Differences', preset)))
+    heading = f'# Differences\n\n{_SPREAD}\n\n- {_made_by(preset)}'
+    file.write(differences.to_markdown(found, heading))
   return path
 
 

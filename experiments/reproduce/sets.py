@@ -14,6 +14,8 @@ from experiments import hyper_representation, loss_tuning, minimax, program
 
 PRESETS = ('quick', 'paper', 'tuned')
 FIGURES = ('2a', '2b', '2c', '3a', '3b', '4', '5', '6')
+# The others vary what `tuned` sets, or have nothing to tune.
+TUNED_FIGURES = ('2a', '2b', '3a', '3b', '5')
 PARTITIONS = ('iid', 'shards')
 OUTER_STEPS = (0.0075, 0.005, 0.0025, 0.001)
 SPREADS = (1.0, 10.0)
@@ -167,11 +169,22 @@ def _differences(preset) -> dict[Any, Run]:
       for name, given in variants.items() for partition in PARTITIONS
       if (name, partition) != ('split', 'iid')
   }
-  # l = 1/beta, as in the code, is no bound of a client's own Hessian.
+  # l = 1/alpha, as in the code (and alpha = beta), does not bound a client's
+  # own Hessian.
   bound = 4 / preset.hyper['inner_learning_rate']
   found['light', 'shards'] = _hyper(preset, 'lfednest', 'shards')
   found['light, bound', 'shards'] = _hyper(
       preset, 'lfednest', 'shards', smoothness=bound
+  )
+  found['tuning'] = _tuning(preset, 'fednest', 'iid')
+  found['tuning, no tuning'] = _tuning(preset, 'fednest', 'iid', no_tuning=True)
+  # Without the factor 1/l, that is with l times the step.
+  found['tuning, not divided'] = _tuning(
+      preset, 'fednest', 'iid',
+      outer_learning_rate=(
+          preset.tuning['outer_learning_rate']
+          / preset.tuning['inner_learning_rate']
+      ),
   )
   found['with b'] = _saddle(preset, 'fednest', 1.0, True)
   # b_i = 0 for all clients is the update without b.

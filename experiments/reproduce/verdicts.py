@@ -1,7 +1,7 @@
 """How numbers over seeds become a verdict.
 
-A difference counts as clear if it is at least `_CLEAR` and twice its standard
-error over the seeds (with one seed, the first alone).
+A difference counts as clear if it is large enough and twice its standard error
+over the seeds (with one seed, the first alone).
 """
 
 import math
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from experiments.reproduce.figures import Rows, last
 
 HOLDS, WEAKLY, FAILS = 'holds', 'holds weakly', 'does not hold'
-_CLEAR = 0.01
+# How many points of accuracy are better, and how many are much better.
+CLEAR, MUCH = 0.01, 0.02
 
 
 class Value(NamedTuple):
@@ -60,13 +61,28 @@ def at_rounds(runs: list, column: str, rounds: int) -> Value:
   return over_seeds(found)
 
 
-def is_larger(a: Value, b: Value) -> str:
+def variation(runs: list, column: str) -> Value:
+  """How much a column still varies in the last third of a run."""
+  found = []
+  for rows in runs:
+    values = [row[column] for row in rows if column in row]
+    found.append(statistics.pstdev(values[-math.ceil(len(values) / 3):] or [0]))
+  return over_seeds(found)
+
+
+def gain(a: Value, b: Value) -> Value:
+  """a - b."""
+  deviation = math.hypot(a.deviation, b.deviation)
+  return Value(a.mean - b.mean, deviation, min(a.count, b.count))
+
+
+def is_larger(a: Value, b: Value, clear: float = CLEAR) -> str:
   """Whether a > b, clearly or at all."""
   difference = a.mean - b.mean
   error = math.sqrt(
       sum(v.deviation**2 / max(1, v.count - 1) for v in (a, b))
   )
-  if difference >= _CLEAR and difference >= 2 * error:
+  if difference >= clear and difference >= 2 * error:
     return HOLDS
   return WEAKLY if difference > 0 else FAILS
 
@@ -86,20 +102,28 @@ def worst(*verdicts: str) -> str:
 
 
 def at_same_rounds(rows: Rows, keys: list, column: str) -> list[Value]:
-  """The values of runs when the shortest of them has no more rounds."""
+  """The values of runs when the one with the fewest rounds is over.
+
+  A run that diverged is shorter than the others. It does not cut them short: it
+  keeps its last value.
+  """
+  ends = {key: [run[-1] for run in rows[key] if run] for key in keys}
+  epochs = max(
+      (end['epoch'] for found in ends.values() for end in found), default=0
+  )
   rounds = min(
       (
-          run[-1]['communication_rounds']
-          for key in keys for run in rows[key] if run
+          found[0]['communication_rounds'] * epochs // found[0]['epoch']
+          for found in ends.values() if found
       ),
       default=0,
   )
   return [at_rounds(rows[key], column, rounds) for key in keys]
 
 
-def is_smaller(a: float, b: float) -> str:
-  """Whether a < b: clearly if by a factor of two."""
-  if a <= b / 2:
+def is_smaller(a: float, b: float, factor: float = 2.0) -> str:
+  """Whether a < b: clearly if by `factor`."""
+  if a <= b / factor:
     return HOLDS
   return WEAKLY if a < b else FAILS
 

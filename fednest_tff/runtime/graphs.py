@@ -55,10 +55,10 @@ def _node_name(name: str) -> str:
   return name.lstrip('^').split(':')[0]
 
 
-def _ancestors(graph_def: tf.compat.v1.GraphDef, name: str) -> set[str]:
-  """The nodes that node `name` depends on, itself included."""
+def _ancestors(graph_def: tf.compat.v1.GraphDef, names: list[str]) -> set[str]:
+  """The nodes that nodes `names` depend on, themselves included."""
   nodes = {node.name: node for node in graph_def.node}
-  found, stack = set(), [name]
+  found, stack = set(), list(names)
   while stack:
     current = stack.pop()
     if current not in found:
@@ -81,7 +81,7 @@ def _own_variables(graph_def: tf.compat.v1.GraphDef, initialize_op: str):
       handles.add(node.name)
   if not initialize_op:
     return
-  initializers = _ancestors(graph_def, initialize_op)
+  initializers = _ancestors(graph_def, [initialize_op])
   for node in graph_def.node:
     sources = {source.split(':')[0] for source in node.input}
     if node.name not in initializers and sources & handles:
@@ -144,15 +144,19 @@ def _as_function(
 
   It is imported with the arguments in place of the placeholders, also where an
   op only waits for one: `WrappedFunction.prune` would copy it op by op instead.
-  What no fetch needs does not run.
+  What no fetch needs is left out, as TFF's session does not run it either.
   """
-  placeholders = {node.name: node.attr for node in graph_def.node}
+  needed = _ancestors(graph_def, [_node_name(name) for name in feeds + fetches])
+  kept = [node for node in graph_def.node if node.name in needed]
+  placeholders = {node.name: node.attr for node in kept}
   signature = []
   for name in feeds:
     attributes = placeholders[_node_name(name)]
     signature.append(
         tf.TensorSpec(attributes['shape'].shape, attributes['dtype'].type)
     )
+  del graph_def.node[:]
+  graph_def.node.extend(kept)
 
   def imported(*arguments):
     given = dict(zip(feeds, arguments, strict=True))

@@ -1,11 +1,10 @@
 """A directory that belongs to one run: its settings, and one process at a time.
 
 A second process is refused, and so are other settings than those that the run
-began with, unless it may grow and has. Files are replaced, never overwritten in
+began with, except how far it goes. Files are replaced, never overwritten in
 place.
 """
 
-from collections.abc import Sequence
 import contextlib
 import fcntl
 import glob
@@ -98,7 +97,7 @@ class RunDirectory:
       settings: dict[str, Any],
       about: dict[str, Any],
       overwrite: bool = False,
-      may_grow: Sequence[str] = (),
+      length: str | None = None,
   ):
     """Names the directory; nothing is touched before `with`.
 
@@ -108,15 +107,15 @@ class RunDirectory:
         other settings is refused.
       about: What else `config.json` tells, such as versions.
       overwrite: Whether to remove an earlier run and start anew.
-      may_grow: Names of settings, numbers, that only say how far to go: a run
-        goes on if they are larger than before.
+      length: The setting that says how many rows `metrics.csv` will have. It
+        may change to anything that is not less than the rows on record.
     """
     self.path = path
     # As they will look when read back.
     self._settings = json.loads(json.dumps(settings, default=str))
     self._about = about
     self._overwrite = overwrite
-    self._may_grow = may_grow
+    self._length = length
     self._lock = None
     self._is_new = False
     # What there was not before.
@@ -135,12 +134,14 @@ class RunDirectory:
           before = None
         self._remove_leftovers()
         self._is_new = before is None
+        config = {'flags': self._settings, **self._about}
         if not self._is_new:
           self._check_settings(before)
+          # How it began, if it is to go further now.
+          with open(self.join(_CONFIG)) as file:
+            config['earlier'] = json.load(file)
         if before != self._settings:
-          write_json(
-              self.join(_CONFIG), {'flags': self._settings, **self._about}
-          )
+          write_json(self.join(_CONFIG), config)
       except BaseException:
         self._leave()
         raise
@@ -242,14 +243,22 @@ class RunDirectory:
       )
     return content['flags']
 
+  def _num_recorded(self) -> int:
+    """Rows of the run, or of the longest if there are several."""
+    here = glob.escape(self.path)
+    paths = glob.glob(os.path.join(here, 'runs', '*', 'metrics.csv'))
+    found = [0]
+    for path in paths or glob.glob(os.path.join(here, 'metrics.csv')):
+      with open(path, 'rb') as file:
+        found.append(file.read().count(b'\n') - 1)
+    return max(found)
+
   def _check_settings(self, before: dict[str, Any]) -> None:
-    grown = {
-        name: self._settings[name]
-        for name in self._may_grow
-        if isinstance(before.get(name), (int, float))
-        and before[name] < self._settings[name]
-    }
-    differences = _differences(before | grown, self._settings)
+    known = dict(before)
+    if self._length in before:
+      if self._num_recorded() <= self._settings[self._length]:
+        known[self._length] = self._settings[self._length]
+    differences = _differences(known, self._settings)
     if differences:
       raise errors.RunError(
           f'{self.path!r} holds a run with other flags ('
