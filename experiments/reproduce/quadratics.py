@@ -17,6 +17,7 @@ each with matrices and vectors of its own, solved at the price of one.
 """
 
 import collections
+import math
 
 import numpy as np
 import tensorflow as tf
@@ -144,6 +145,12 @@ class Quadratics:
     return self.smoothness / self.mu
 
   @property
+  def joint_smoothness(self) -> float:
+    """l_g1 in x and y together: the norm of any [[0, -I], [-I, A_i]]."""
+    half = self.smoothness / 2
+    return half + math.sqrt(half**2 + 1)
+
+  @property
   def means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A, b and c, of every lane."""
     return tuple(v.mean(axis=(0, 1)) for v in (self.A, self.b, self.c))
@@ -197,6 +204,51 @@ class Quadratics:
     if kind == 'compositional':
       return multiply(A, multiply(A, x) + b - c)
     return multiply(A, x) - b
+
+
+def bias_case() -> Quadratics:
+  """kappa_g about 3, and more dimensions than conjugate gradient steps."""
+  return Quadratics(dim=20, curvature=(0.4, 1.6), noise=0.5)
+
+
+def slopes_case(lanes: int) -> Quadratics:
+  """kappa_g about 2, and noise as large as the way to the solution."""
+  # Lanes draw the same examples, by number, so that one drawn twice in a short
+  # time disturbs all of them; with 32 examples that is rare.
+  return Quadratics(
+      num_clients=3, num_examples=32, curvature=(0.8, 1.2), noise=2.0,
+      start=0.0, lanes=lanes,
+  )
+
+
+def inner_case() -> Quadratics:
+  """Different clients without noise."""
+  return Quadratics(
+      num_examples=1, dim=10, curvature=(0.4, 1.6), heterogeneity=2.0, noise=0.0
+  )
+
+
+def ihgp_variance(case: Quadratics, terms: int) -> float:
+  """E |p - E p|^2 for p = (N/l) (I - A/l)^N' c, all N' < N as likely.
+
+  This is one call of FedIHGP on full batches where y = 0. In A's eigenvectors
+  the sums over N' are geometric.
+
+  Args:
+    case: The clients, of one lane.
+    terms: N.
+
+  Returns:
+    The variance.
+  """
+  A, _, c = (v[0] for v in case.means)
+  eigenvalues, basis = np.linalg.eigh(A)
+  ratio, c = 1 - eigenvalues / case.smoothness, basis.T @ c
+  second = terms * (c / case.smoothness) ** 2 * (
+      (1 - ratio ** (2 * terms)) / (1 - ratio**2)
+  )
+  mean = c / eigenvalues * (1 - ratio**terms)
+  return float(np.sum(second - mean**2))
 
 
 def _local_operators(case: Quadratics, beta: float, steps: int):

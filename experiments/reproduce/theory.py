@@ -18,6 +18,7 @@ import fednest_tff
 draw, claims = theory_report.draw, theory_report.claims
 
 TERMS = (1, 2, 4, 8, 16, 32, 64)
+EXACT_TERMS = tuple(2**k for k in range(13))  # No rounds: closed form.
 # An epoch's number is this times log2(K), plus k: a schedule reads K off it,
 # one compiled process serves all K, and no two of them share a draw.
 _STRIDE = 2**16
@@ -25,11 +26,6 @@ _LANES = 4  # Seeds of `gradient_slopes` for one of the caller's.
 _SHORT = 128  # Runs shorter than this are repeated to this many epochs.
 # Squared distances below are rounding.
 _ROUNDING = 1e-26
-
-
-def bias_case() -> Quadratics:
-  """kappa_g about 3, and more dimensions than conjugate gradient steps."""
-  return Quadratics(dim=20, curvature=(0.4, 1.6), noise=0.5)
 
 
 def _iterates(process, datasets, steps: int) -> np.ndarray:
@@ -65,6 +61,7 @@ def ihgp_bias(
     terms: tuple[int, ...] = TERMS,
     sampled_terms: tuple[int, ...] = (1, 2, 4),
     num_draws: int = 200,
+    exact_terms: tuple[int, ...] = EXACT_TERMS,
 ) -> dict[str, Any]:
   """How far p of FedIHGP is from H^-1 grad_y f, over N.
 
@@ -72,22 +69,26 @@ def ihgp_bias(
   its variance are exact sums over N'. 'truncated' and 'cg' have no randomness.
   'sampled' is the plain mean of many calls in which every gradient and every
   Hessian is that of a single example: its error is the bias plus a sampling
-  error, whose root mean square is `error`.
+  error, whose root mean square is `error`; `means` are those means, with the
+  squares of the standard errors of their entries. 'exact' is the variance of
+  'stochastic' computed, not measured, and so for larger N.
 
   Args:
     case: The clients.
     terms: Values of N.
     sampled_terms: Those for 'sampled'.
     num_draws: Calls for 'sampled'.
+    exact_terms: Values of N for 'exact'.
 
   Returns:
     For each N the biases, Lemma 2.2's bound on them, (1/mu_g) (1 - 1/kappa_g)^N
     |grad_y f|, the mean of |p - p*| with its bound 2 |grad_y f| / mu_g, and the
     variance of p with the bound 6 l_f0^2 / mu_g^2. That one is the paper's
     sigma~_f^2 for exact samples and the Jacobian -I of this problem, where l_f0
-    = max_i |grad_y f_i| at this point.
+    = max_i |grad_y f_i| at this point; as printed, with l_g1 in place of |-I|,
+    it is `printed_variance_bound`.
   """
-  case = case or bias_case()
+  case = case or quadratics.bias_case()
   problem, datasets = case.problem('bilevel'), case.datasets()
   A, _, c = case.means
   exact = quadratics.solve(A, -c)[0]  # y = 0 at the start; one lane.
@@ -109,6 +110,13 @@ def ihgp_bias(
       ],
       'error_bound': 2 * norm / case.mu,
       'variance_bound': 6 * (case.lipschitz / case.mu) ** 2,
+      'printed_variance_bound': (
+          6 * (case.lipschitz * case.joint_smoothness / case.mu) ** 2
+      ),
+      'exact': {
+          'N': list(exact_terms),
+          'variance': [quadratics.ihgp_variance(case, N) for N in exact_terms],
+      },
   }
   for ihgp in ('truncated', 'cg'):
     found = _iterates(build(ihgp), datasets, most)
@@ -125,15 +133,15 @@ def ihgp_bias(
     errors = np.linalg.norm(values - exact, axis=1)
     results['mean_error'].append(float(errors.mean()))
     results['variance'].append(float(((values - mean) ** 2).sum(1).mean()))
-  sampled = {'N': list(sampled_terms), 'bias': [], 'error': []}
+  sampled = {'N': list(sampled_terms), 'means': [], 'bias': [], 'error': []}
   for N in sampled_terms:
     values = _draws(
         build('stochastic', N, gradient_batch_size=1), datasets, num_draws
     )
-    sampled['bias'].append(float(np.linalg.norm(values.mean(0) - exact)))
-    sampled['error'].append(
-        float(math.sqrt(values.var(axis=0, ddof=1).sum() / num_draws))
-    )
+    mean, squares = values.mean(axis=0), values.var(axis=0, ddof=1) / num_draws
+    sampled['means'].append(dict(p=mean.tolist(), squares=squares.tolist()))
+    sampled['bias'].append(float(np.linalg.norm(mean - exact)))
+    sampled['error'].append(math.sqrt(squares.sum()))
   return results | {'sampled': sampled, 'num_draws': num_draws}
 
 
@@ -149,23 +157,14 @@ def _mean_and_error(values) -> tuple[float, float]:
   return float(np.mean(values)), float(error)
 
 
-def slopes_case(lanes: int) -> Quadratics:
-  """kappa_g about 2, and noise as large as the way to the solution."""
-  # Lanes draw the same examples, by number, so that one drawn twice in a short
-  # time disturbs all of them; with 32 examples that is rare.
-  return Quadratics(
-      num_clients=3, num_examples=32, curvature=(0.8, 1.2), noise=2.0,
-      start=0.0, lanes=lanes,
-  )
-
-
 def build_slopes_process(case: Quadratics, kind: str, most_epochs: int):
   """FedNest with the step sizes of Theorem 3.1, for every K at once.
 
   alpha = 0.6 / sqrt(K) and beta = 4 alpha / T, each divided by tau_i = 2, with
   samples of one example everywhere. T = 2 (bilevel, minimax) or 1, constant
   as the corollaries have it, and N the least with b = kappa_g l_f0 (1 -
-  1/kappa_g)^N <= K^-1/4 for the largest K, so for all of them.
+  1/kappa_g)^N <= K^-1/4 for the largest K, so for all of them. (The paper
+  prints l_f1 in b; what bounds |grad_y f_i| is l_f0.)
 
   Args:
     case: The clients.
@@ -248,7 +247,7 @@ def gradient_slopes(
     K, and for each kind the means, one list per seed, the slope of a line
     through their logarithms and its standard error over seeds; `late` likewise.
   """
-  case = slopes_case(seeds)
+  case = quadratics.slopes_case(seeds)
   datasets = case.datasets()
   epochs = [2**e for e in exponents]
   results = {'K': epochs, 'condition': case.condition, 'kinds': {}}
@@ -268,13 +267,6 @@ def gradient_slopes(
     if kind == 'bilevel':
       results['neumann_terms'] = terms
   return results
-
-
-def inner_case() -> Quadratics:
-  """Different clients without noise."""
-  return Quadratics(
-      num_examples=1, dim=10, curvature=(0.4, 1.6), heterogeneity=2.0, noise=0.0
-  )
 
 
 def inner_convergence(
@@ -298,7 +290,7 @@ def inner_convergence(
     takes; FedInn's rate per call, fitted and predicted; LFedInn's floor,
     measured and predicted.
   """
-  case = case or inner_case()
+  case = case or quadratics.inner_case()
   problem, datasets = case.problem('bilevel'), case.datasets()
   results = {'steps': steps, 'rounds_per_call': {'fed_inn': 2, 'lfed_inn': 1}}
   for name, build in (
