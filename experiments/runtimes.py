@@ -57,17 +57,21 @@ def _use_one_thread_per_operation(settings: settings_lib.Settings) -> None:
 
 
 _runtimes = {}
+_KEPT_FUNCTIONS = 8  # Those of the last two or three runs.
 
 
 def use_runtime(settings: settings_lib.Settings) -> None:
   """Makes the chosen runtime TFF's default; one that was there is reused.
 
-  What it has compiled serves the runs that follow.
+  What it has compiled last serves the runs that follow; the rest is freed, so
+  that a night of runs takes no more memory than a few of them.
   """
   key = (settings.runtime, settings.unroll, str(settings.devices),
          str(settings.workers))
   if key in _runtimes:
     tff.framework.set_default_context(_runtimes[key])
+    if settings.runtime == 'in_process':
+      _runtimes[key].runtime.forget(keep=_KEPT_FUNCTIONS)
     return
   _use_one_thread_per_operation(settings)
   try:

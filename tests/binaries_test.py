@@ -315,6 +315,21 @@ def test_many_clients_have_one_thread_per_operation(
   assert found == expected
 
 
+def test_runs_free_what_earlier_runs_compiled(default_context):
+  chosen = settings.Settings(**settings.COMMON)
+  runtimes.use_runtime(chosen)
+  runtime = tff.framework.get_context_stack().current.runtime
+  double = tff.federated_computation(
+      lambda x: tff.federated_sum(x), tff.FederatedType(np.int32, tff.CLIENTS)
+  )
+  for size in range(1, 12):
+    assert double([2] * size) == 2 * size
+  assert runtime.num_functions >= 11
+  runtimes.use_runtime(chosen)
+  assert tff.framework.get_context_stack().current.runtime is runtime
+  assert runtime.num_functions == 8
+
+
 def test_table_of_runs_that_diverged_before_an_evaluation():
   row = dict(communication_rounds=3, bytes_up=1, bytes_down=1, seconds=0.1)
   table = report.table(

@@ -358,6 +358,20 @@ def test_equal_processes_share_a_compiled_function():
   assert runtime.num_functions == 5 - 1  # The initial point is known already.
 
 
+def test_what_was_compiled_can_be_forgotten():
+  runtime = in_process.InProcessRuntime()
+  for size in (1, 2, 3):
+    _in_process(runtime, lambda n=size: integers([1] * n))
+  runtime.forget(keep=2)
+  assert runtime.num_functions == 2
+  # Those of two and three clients; that of one is compiled again.
+  for size, count in ((2, 2), (3, 2), (1, 3)):
+    found = _in_process(runtime, lambda n=size: integers([1] * n))
+    assert found[1] == size and runtime.num_functions == count
+  runtime.forget()
+  assert runtime.num_functions == 0
+
+
 def test_ragged_clients_do_not_compile_again():
   runtime = in_process.InProcessRuntime()
   process = _plain_fednest()

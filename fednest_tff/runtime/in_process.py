@@ -133,6 +133,17 @@ class InProcessRuntime:
     """How many functions have been compiled and are kept."""
     return len(self._functions)
 
+  def forget(self, keep: int = 0) -> None:
+    """Frees what was compiled, but for the last `keep` functions.
+
+    A function may hold hundreds of megabytes. One that is needed again is
+    compiled again.
+    """
+    with self._lock:
+      for kept in (self._computations, self._functions):
+        while len(kept) > keep:
+          kept.popitem(last=False)
+
   def run(self, computation: tff.Computation, argument: Any) -> Any:
     """The result of `computation`, in the Python types that TFF gives."""
     compiled = self._compile(computation)
