@@ -57,14 +57,14 @@ def _use_one_thread_per_operation(settings: settings_lib.Settings) -> None:
 
 
 _runtimes = {}
-_KEPT_FUNCTIONS = 8  # Those of the last two or three runs.
+_KEPT_FUNCTIONS = 4  # Those of the last run.
 
 
 def use_runtime(settings: settings_lib.Settings) -> None:
   """Makes the chosen runtime TFF's default; one that was there is reused.
 
   What it has compiled last serves the runs that follow; the rest is freed, so
-  that a night of runs takes no more memory than a few of them.
+  that a night of runs takes no more memory than two of them.
   """
   key = (settings.runtime, settings.unroll, str(settings.devices),
          str(settings.workers))

@@ -327,7 +327,7 @@ def test_runs_free_what_earlier_runs_compiled(default_context):
   assert runtime.num_functions >= 11
   runtimes.use_runtime(chosen)
   assert tff.framework.get_context_stack().current.runtime is runtime
-  assert runtime.num_functions == 8
+  assert runtime.num_functions == 4
 
 
 def test_table_of_runs_that_diverged_before_an_evaluation():
