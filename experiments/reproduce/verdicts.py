@@ -95,6 +95,11 @@ def is_near(a: Value, b: Value, near: float = 0.01) -> str:
   return WEAKLY if difference <= 3 * near else FAILS
 
 
+def is_as_good(a: Value, b: Value, near: float = 0.01) -> str:
+  """Whether a is not below b by more than `near`."""
+  return HOLDS if a.mean >= b.mean else is_near(a, b, near)
+
+
 def worst(*verdicts: str) -> str:
   """Of several parts of a claim."""
   order = (HOLDS, WEAKLY, FAILS)

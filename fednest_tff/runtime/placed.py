@@ -4,6 +4,7 @@ A value at the server, or one that all clients share, is a value; a value at the
 clients is whatever the cohort makes of one value per client.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -34,10 +35,22 @@ def arguments(parameter: tff.Type | None, argument: Any) -> list[tuple]:
   return [(parameter, argument)]
 
 
+def _is_per_client(value_type: tff.FederatedType) -> bool:
+  """Whether every client has a value of its own."""
+  return value_type.placement is tff.CLIENTS and not value_type.all_equal
+
+
+def _struct(value_type: tff.StructType, element: Callable[[tff.Type], Any]):
+  """A struct of what `element` makes of each element's type, in order."""
+  return tff.structure.Struct(
+      (name, element(t)) for name, t in tff.structure.iter_elements(value_type)
+  )
+
+
 def _client_lists(value_type: tff.Type, value: Any) -> list:
   """The lists of clients' values in an argument."""
   if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.CLIENTS and not value_type.all_equal:
+    if _is_per_client(value_type):
       if not isinstance(value, (list, tuple)):
         raise TypeError(
             f'Expected a list with a value per client for {value_type}; got'
@@ -68,16 +81,12 @@ def cohort_size(arguments: list[tuple]) -> int | None:
   return sizes.pop() if sizes else None
 
 
-def _is_shared(value_type: tff.FederatedType) -> bool:
-  return value_type.placement is tff.CLIENTS and value_type.all_equal
-
-
 def specs(cohort: Cohort, value_type: tff.Type) -> list[tf.TensorSpec]:
   """The signature of an argument."""
   if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.SERVER or value_type.all_equal:
-      return values.leaf_specs(value_type.member)
-    return cohort.specs(value_type.member)
+    if _is_per_client(value_type):
+      return cohort.specs(value_type.member)
+    return values.leaf_specs(value_type.member)
   if isinstance(value_type, tff.StructType):
     return [s for t in parts(value_type) for s in specs(cohort, t)]
   return values.leaf_specs(value_type)
@@ -86,9 +95,9 @@ def specs(cohort: Cohort, value_type: tff.Type) -> list[tf.TensorSpec]:
 def feed(cohort: Cohort, value_type: tff.Type, value: Any) -> list[tf.Tensor]:
   """The tensors of an argument, to go with `specs`."""
   if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.SERVER or value_type.all_equal:
-      return values.leaves(value, value_type.member)
-    return cohort.feed(value, value_type.member)
+    if _is_per_client(value_type):
+      return cohort.feed(value, value_type.member)
+    return values.leaves(value, value_type.member)
   if isinstance(value_type, tff.StructType):
     found = values.fields(value, value_type)
     return [
@@ -102,26 +111,23 @@ def feed(cohort: Cohort, value_type: tff.Type, value: Any) -> list[tf.Tensor]:
 def take(cohort: Cohort, value_type: tff.Type, leaves: list) -> Any:
   """The argument inside the function; uses its leaves up from the left."""
   if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.SERVER or value_type.all_equal:
-      value = graphs.pack(value_type.member, leaves)
-      return Everywhere(value) if _is_shared(value_type) else value
-    return cohort.take(leaves, value_type.member)
+    if _is_per_client(value_type):
+      return cohort.take(leaves, value_type.member)
+    value = graphs.pack(value_type.member, leaves)
+    is_server = value_type.placement is tff.SERVER
+    return value if is_server else Everywhere(value)
   if isinstance(value_type, tff.StructType):
-    return tff.structure.Struct(
-        (name, take(cohort, t, leaves))
-        for name, t in tff.structure.iter_elements(value_type)
-    )
+    return _struct(value_type, lambda t: take(cohort, t, leaves))
   return graphs.pack(value_type, leaves)
 
 
 def give(cohort: Cohort, value_type: tff.Type, value: Any) -> list[tf.Tensor]:
   """The leaves of a result, inside the function."""
   if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.CLIENTS:
-      if value_type.all_equal:
-        return graphs.flatten(shared(value))
+    if _is_per_client(value_type):
       return cohort.give(value, value_type.member)
-    return graphs.flatten(value)
+    is_server = value_type.placement is tff.SERVER
+    return graphs.flatten(value if is_server else shared(value))
   if isinstance(value_type, tff.StructType):
     types = parts(value_type)
     return [
@@ -135,12 +141,9 @@ def give(cohort: Cohort, value_type: tff.Type, value: Any) -> list[tf.Tensor]:
 def result(cohort: Cohort, value_type: tff.Type, found: list) -> Any:
   """The Python value of `give`; uses the leaves up from the left."""
   if isinstance(value_type, tff.FederatedType):
-    if value_type.placement is tff.CLIENTS and not value_type.all_equal:
+    if _is_per_client(value_type):
       return cohort.results(found, value_type.member)
     return values.to_python(found, value_type.member)
   if isinstance(value_type, tff.StructType):
-    return tff.structure.Struct(
-        (name, result(cohort, t, found))
-        for name, t in tff.structure.iter_elements(value_type)
-    )
+    return _struct(value_type, lambda t: result(cohort, t, found))
   return values.to_python(found, value_type)
