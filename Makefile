@@ -47,7 +47,7 @@ VENV_IS_CURRENT = $(and \
 
 .PHONY: help
 help:  ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' \
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' \
 	  $(firstword $(MAKEFILE_LIST))
 
 .PHONY: demo
@@ -59,9 +59,14 @@ demo: venv  ## Run the demonstration.
 test: venv  ## Run the tests; PYTEST_ARGS is passed on to pytest.
 	@$(RUN) -m pytest $(PYTEST_ARGS)
 
+.PHONY: test-quick
+test-quick: venv  ## Run the tests without the mark `slow`.
+	@$(RUN) -m pytest -m 'not slow' $(PYTEST_ARGS)
+
 .PHONY: lint
-lint: venv  ## Check the code with ruff.
+lint: venv  ## Check the code with ruff, and its types with mypy.
 	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy --no-error-summary
 
 # Rebuilt when the lock's content differs from the stamp's. setuptools and wheel
 # go first, so that the few packages without a wheel are built with the locked
@@ -102,6 +107,6 @@ lock:  ## Regenerate both locks; LOCK_ARGS=--upgrade takes newer releases.
 
 .PHONY: clean
 clean:  ## Remove the environments and caches (not outputs/).
-	rm -rf $(VENV) $(UV_VENV) .hypothesis .pytest_cache .ruff_cache build dist \
-	  *.egg-info
+	rm -rf $(VENV) $(UV_VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	  build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

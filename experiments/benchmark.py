@@ -1,4 +1,4 @@
-r"""Seconds per FedNest epoch: in process, native, and a program by hand.
+r"""Seconds per epoch: in process, native, and programs by hand.
 
   python -m experiments.benchmark --output_dir=outputs/benchmark
 
@@ -7,8 +7,14 @@ synthetic MNIST-shaped data, and prints seconds per epoch after the first,
 seconds of the first, and the peak of resident memory (with the worker's, for
 native). Writes the table as benchmark.csv and a plot. Only the ratios within a
 run mean anything: machines differ.
+
+  python -m experiments.benchmark --only=floor --only='in process' --clients=2 \
+      --examples=10 --hidden=8 --epochs=1
+
+is a quick look at whether it runs.
 """
 
+from collections.abc import Callable
 import csv
 import os
 import statistics
@@ -23,7 +29,7 @@ import psutil
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from experiments import floor, learning_problems
+from experiments import floor, floor_sim_fbo, learning_problems
 import fednest_tff
 from fednest_tff.runtime import in_process, native
 
@@ -36,13 +42,24 @@ _EPOCHS = flags.DEFINE_integer(
 _EXAMPLES = flags.DEFINE_integer(
     'examples', 600, 'Examples per client.', lower_bound=10
 )
-_ONLY = flags.DEFINE_list('only', None, 'Names of settings; all by default.')
+_CLIENTS = flags.DEFINE_integer(
+    'clients', None, 'Clients, in place of those in the table.', lower_bound=1
+)
+_HIDDEN = flags.DEFINE_list(
+    'hidden', None, 'Widths of hidden layers, in place of those in the table.'
+)
+_ONLY = flags.DEFINE_multi_string(
+    'only', [], 'The name of a setting, to run only such; may be repeated.'
+)
 
 _LEARNING_RATE = 0.01
 _BATCH_SIZE = 64
 _LOCAL_EPOCHS = 5
+_LOCAL_STEPS = 10  # Of SimFBO, which takes them on all variables at once.
 _RIDGE = 0.005
-_DEEP = (784, 512, 512, 200, 10)
+_PIXELS, _CLASSES = 784, 10
+_DEEP = (512, 512, 200)
+_TUNED = (200, 100)  # The classifier that loss tuning trains.
 
 
 class Setting(NamedTuple):
@@ -51,11 +68,17 @@ class Setting(NamedTuple):
   name: str
   runtime: str  # 'in_process', 'native' or 'floor'
   clients: int = 10
-  sizes: tuple[int, ...] = (784, 200, 10)
+  hidden: tuple[int, ...] = (200,)
   representation: bool = True
   neumann_terms: int = 5
   problem: str = 'hyper_representation'
   unroll: int | None = None
+  method: str = 'fednest'
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """Widths of all layers, inputs first."""
+    return (_PIXELS, *self.hidden, _CLASSES)
 
 
 SETTINGS = (
@@ -65,14 +88,21 @@ SETTINGS = (
     Setting('in process, loop', 'in_process', unroll=0),
     Setting('in process, N=20', 'in_process', neumann_terms=20),
     Setting('native', 'native'),
-    Setting('floor, deep', 'floor', sizes=_DEEP),
-    Setting('in process, deep', 'in_process', sizes=_DEEP),
-    Setting('native, deep', 'native', sizes=_DEEP),
-    Setting('in process, loss tuning', 'in_process', problem='loss_tuning'),
-    Setting('native, loss tuning', 'native', problem='loss_tuning'),
+    Setting('floor, deep', 'floor', hidden=_DEEP),
+    Setting('in process, deep', 'in_process', hidden=_DEEP),
+    Setting('native, deep', 'native', hidden=_DEEP),
+    Setting(
+        'in process, loss tuning', 'in_process', hidden=_TUNED,
+        problem='loss_tuning',
+    ),
+    Setting(
+        'native, loss tuning', 'native', hidden=_TUNED, problem='loss_tuning'
+    ),
     Setting('floor, 100 clients', 'floor', clients=100),
     Setting('in process, 100 clients', 'in_process', clients=100),
     Setting('native, 100 clients', 'native', clients=100),
+    Setting('floor, SimFBO', 'floor', method='simfbo'),
+    Setting('in process, SimFBO', 'in_process', method='simfbo'),
 )
 
 
@@ -110,15 +140,19 @@ class _PeakMemory:
     self._thread.join()
 
 
-def _make_data(num_clients: int, examples: int):
+def _make_data(
+    num_clients: int, examples: int
+) -> tuple[np.ndarray, np.ndarray]:
   """Images and labels, one leading axis of clients."""
   rng = np.random.default_rng(0)
-  images = rng.random((num_clients, examples, 784), dtype=np.float32)
-  labels = rng.integers(0, 10, (num_clients, examples)).astype(np.int32)
+  images = rng.random((num_clients, examples, _PIXELS), dtype=np.float32)
+  labels = rng.integers(0, _CLASSES, (num_clients, examples)).astype(np.int32)
   return images, labels
 
 
-def _time_epochs(epoch, epochs: int) -> tuple[float, float]:
+def _time_epochs(
+    epoch: Callable[[], None], epochs: int
+) -> tuple[float, float]:
   """Seconds of the first epoch, and the median of those after it."""
   seconds = []
   for _ in range(epochs + 1):
@@ -128,10 +162,12 @@ def _time_epochs(epoch, epochs: int) -> tuple[float, float]:
   return seconds[0], statistics.median(seconds[1:])
 
 
-def _floor_epoch(setting: Setting, images, labels):
+def _floor_epoch(
+    setting: Setting, images: np.ndarray, labels: np.ndarray
+) -> Callable[[], None]:
   """The program by hand, as a function of no arguments."""
-  half = images.shape[1] // 2
-  targets = tf.one_hot(labels, 10)
+  clients, half = images.shape[0], images.shape[1] // 2
+  targets = tf.one_hot(labels, _CLASSES)
   inner = tf.constant(images[:, :half]), targets[:, :half]
   outer = tf.constant(images[:, half:]), targets[:, half:]
   rng = np.random.default_rng(0)
@@ -144,35 +180,84 @@ def _floor_epoch(setting: Setting, images, labels):
 
   layers = [layer(*pair) for pair in zip(sizes[:-2], sizes[1:-1], strict=True)]
   weight, bias = layer(sizes[-2], sizes[-1])
-  state = [layers, floor.Head(weight, bias[tf.newaxis])]
-  run = floor.build_epoch(
-      floor.Settings(
-          _LEARNING_RATE,
-          _LOCAL_EPOCHS,
-          _BATCH_SIZE,
-          setting.neumann_terms,
-          _RIDGE,
-      )
+  head = floor.Head(weight, bias[tf.newaxis])
+  if setting.method == 'simfbo':
+    return _sim_fbo_floor_epoch(layers, head, inner, outer)
+  settings = floor.Settings(
+      _LEARNING_RATE, _LOCAL_EPOCHS, _BATCH_SIZE, setting.neumann_terms, _RIDGE
   )
+  run = floor.build_epoch(settings)
+
+  @tf.function
+  def draw_and_run(layers, head, seed):
+    order = floor.draw_order(settings, clients, half, seed)
+    return run(layers, head, inner, outer, order)
+
   count = 0
 
   def epoch():
-    nonlocal count
+    nonlocal count, layers, head
     count += 1
-    state[:] = run(*state, inner, outer, tf.constant([0, count]))
-    state[1].weight.numpy()
+    layers, head = draw_and_run(layers, head, tf.constant([0, count]))
+    head.weight.numpy()
 
   return epoch
 
 
-def _build_process(setting: Setting) -> fednest_tff.FedNestProcess:
+def _sim_fbo_floor_epoch(
+    layers: floor.Layers, head: floor.Head, inner: floor.Part, outer: floor.Part
+) -> Callable[[], None]:
+  """SimFBO by hand, as a function of no arguments."""
+  ((weight, bias),) = layers
+  point = floor_sim_fbo.Point(
+      floor.Head(weight, bias[tf.newaxis]),
+      head,
+      floor.Head(*map(tf.zeros_like, head)),
+  )
+  run = floor_sim_fbo.build_epoch(
+      floor_sim_fbo.Settings(_LEARNING_RATE, _LOCAL_STEPS, _RIDGE)
+  )
+  clients, half = inner[0].shape[:2]
+
+  @tf.function
+  def draw_and_run(point, seed):
+    rows = [
+        floor_sim_fbo.draw_rows(
+            _LOCAL_STEPS, clients, half, min(_BATCH_SIZE, half), seed + kind
+        )
+        for kind in range(2)
+    ]
+    return run(point, inner, outer, *rows)
+
+  count = 0
+
+  def epoch():
+    nonlocal count, point
+    count += 1
+    point = draw_and_run(point, tf.constant([0, 2 * count]))
+    point.head.weight.numpy()
+
+  return epoch
+
+
+def _build_process(setting: Setting) -> fednest_tff.NestedProcess:
   if setting.problem == 'loss_tuning':
-    problem, _ = learning_problems.loss_tuning()
+    problem, _ = learning_problems.loss_tuning(setting.sizes)
   else:
     problem, _ = learning_problems.hyper_representation(
         setting.sizes, _RIDGE, declare_representation=setting.representation
     )
-  return fednest_tff.build_fed_nest(
+  if setting.method == 'simfbo':
+    return fednest_tff.build(
+        problem,
+        'simfbo',
+        outer_learning_rate=_LEARNING_RATE,
+        inner_learning_rate=_LEARNING_RATE,
+        linear_learning_rate=_LEARNING_RATE,
+        local_steps=_LOCAL_STEPS,
+        batch_size=_BATCH_SIZE,
+    )
+  return fednest_tff.build(
       problem,
       outer_learning_rate=_LEARNING_RATE,
       inner_learning_rate=_LEARNING_RATE,
@@ -183,7 +268,9 @@ def _build_process(setting: Setting) -> fednest_tff.FedNestProcess:
   )
 
 
-def _library_epoch(setting: Setting, images, labels):
+def _library_epoch(
+    setting: Setting, images: np.ndarray, labels: np.ndarray
+) -> Callable[[], None]:
   """A FedNest epoch, as a function of no arguments."""
   process = _build_process(setting)
   datasets = [
@@ -211,11 +298,8 @@ def _measure(setting: Setting) -> Measurement:
       if setting.runtime == 'native':
         context = native.build_native_context()
       else:
-        options = {}
-        if setting.unroll is not None:
-          options['unroll'] = setting.unroll
         context = in_process.InProcessContext(
-            in_process.InProcessRuntime(**options)
+            in_process.InProcessRuntime(unroll=setting.unroll)
         )
       epoch = _library_epoch(setting, images, labels)
       with tff.framework.get_context_stack().install(context):
@@ -235,11 +319,28 @@ def _plot(results: dict[Setting, Measurement], path: str) -> None:
   axes.bar_label(bars, [f'{s:.3g}' for s in seconds], padding=3)
   axes.invert_yaxis()
   axes.set_xscale('log')
-  axes.set_xlabel('seconds per FedNest epoch (log scale)')
+  axes.set_xlabel('seconds per epoch (log scale)')
   axes.margins(x=0.15)
   figure.tight_layout()
   figure.savefig(path, dpi=150)
   plt.close(figure)
+
+
+def _chosen() -> list[Setting]:
+  """The settings that the flags ask for."""
+  known = {setting.name: setting for setting in SETTINGS}
+  for name in _ONLY.value:
+    if name not in known:
+      raise app.UsageError(
+          f'--only={name} is none of {", ".join(map(repr, known))}'
+      )
+  settings = [known[name] for name in _ONLY.value] or list(SETTINGS)
+  if _CLIENTS.value is not None:
+    settings = [s._replace(clients=_CLIENTS.value) for s in settings]
+  if _HIDDEN.value is not None:
+    widths = tuple(map(int, _HIDDEN.value))
+    settings = [s._replace(hidden=widths) for s in settings]
+  return settings
 
 
 def main(argv: list[str]) -> None:
@@ -247,13 +348,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'unexpected argument {argv[1]!r}')
   logging.set_verbosity(logging.WARNING)
-  settings = [
-      setting for setting in SETTINGS
-      if _ONLY.value is None or setting.name in _ONLY.value
-  ]
-  if not settings:
-    names = ', '.join(repr(setting.name) for setting in SETTINGS)
-    raise app.UsageError(f'--only must name some of {names}')
+  settings = _chosen()
   os.makedirs(_OUTPUT_DIR.value, exist_ok=True)
   results = {}
   print(f'{"setting":26} {"s/epoch":>8} {"first s":>8} {"GiB":>6}')

@@ -36,57 +36,12 @@ def _datasets(data: dict[str, np.ndarray]) -> list[tf.data.Dataset]:
   ]
 
 
-def _spec(data: dict[str, np.ndarray]):
+def _spec(
+    data: dict[str, np.ndarray],
+) -> collections.OrderedDict[str, tf.TensorSpec]:
   return collections.OrderedDict(
       (k, tf.TensorSpec(v.shape[1:], v.dtype)) for k, v in data.items()
   )
-
-
-def quadratic_bilevel(
-    num_clients: int = 10, dim: int = 5, ridge: float = 0.5, seed: int = 0
-) -> Case:
-  """g_i = 1/2 y'A_i y - y'(x + b_i), f_i = 1/2 |y - c_i|^2 + ridge/2 |x|^2.
-
-  Args:
-    num_clients: m.
-    dim: Dimension of x and of y.
-    ridge: The weight of |x|^2.
-    seed: Of the clients' matrices, whose eigenvalues lie between 0.5 and 2.5,
-      and vectors.
-
-  Returns:
-    The case.
-  """
-  rng = np.random.default_rng(seed)
-  basis = np.linalg.qr(rng.normal(size=(num_clients, dim, dim)))[0]
-  curvature = rng.uniform(0.5, 2.5, size=(num_clients, 1, dim))
-  data = dict(
-      A=basis * curvature @ np.swapaxes(basis, 1, 2),
-      b=rng.normal(size=(num_clients, dim)),
-      c=rng.normal(size=(num_clients, dim)),
-  )
-
-  def inner_loss(x, y, batch):
-    product = tf.linalg.matvec(batch['A'], y) / 2 - x - batch['b']
-    return tf.reduce_mean(tf.linalg.matvec(product, y))
-
-  def outer_loss(x, y, batch):
-    fit = tf.reduce_mean(tf.reduce_sum((y - batch['c']) ** 2, axis=1)) / 2
-    return fit + ridge / 2 * tf.reduce_sum(x**2)
-
-  def ones(seed):
-    return tf.ones([dim], tf.float64)
-
-  problem = fednest_tff.bilevel(
-      outer_loss, inner_loss, ones, ones, _spec(data), split='same'
-  )
-  # y* = A^-1 (x + b) and ridge x + A^-1 (y* - c) = 0, with the clients' means.
-  inverse = np.linalg.inv(data['A'].mean(0))
-  b, c = data['b'].mean(0), data['c'].mean(0)
-  outer = np.linalg.solve(
-      ridge * np.eye(dim) + inverse @ inverse, inverse @ (c - inverse @ b)
-  )
-  return Case(problem, _datasets(data), outer, inverse @ (outer + b))
 
 
 def saddle(

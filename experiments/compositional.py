@@ -15,13 +15,12 @@ from experiments import (
     sine_meta_learning,
 )
 from experiments.hyper_representation import widths
-from experiments.settings import Settings
-import fednest_tff
+from experiments.settings import Flags, Settings
 from fednest_tff import simulation
 
 _DEFAULTS = dict(problem='portfolio')
-_VARIANTS = dict(
-    portfolio=nested.WITHOUT_IHGP | dict(
+_VARIANTS: dict[str, Flags] = dict(
+    portfolio=dict(
         num_clients=10,
         clients_per_round=None,
         dimension=5,
@@ -29,14 +28,16 @@ _VARIANTS = dict(
         risk_aversion=1.0,
         inner_local_steps=1,
         inner_learning_rate=1.0,
+        linear_learning_rate=1.0,
         outer_learning_rate=0.2,
     ),
-    sine=nested.WITHOUT_IHGP | dict(
+    sine=dict(
         num_clients=40,
         hidden=['16', '16'],
         adaptation_rate=0.02,
         inner_local_steps=1,
         inner_learning_rate=1.0,
+        linear_learning_rate=1.0,
         outer_learning_rate=0.1,
     ),
 )
@@ -101,11 +102,11 @@ def _curve(settings: Settings) -> simulation.Curve:
 EXPERIMENT = program.Experiment(
     'compositional',
     'Compositional',
-    fednest_tff.METHODS,
     _DEFAULTS,
     make_trial,
     _curve,
     _VARIANTS,
+    without=nested.IHGP_OPTIONS,
 )
 
 if __name__ == '__main__':

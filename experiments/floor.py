@@ -2,10 +2,11 @@
 
 What a fast program for this one problem would be: all clients in one batch,
 derivatives of the head in closed form, the representation evaluated once, data
-in memory. `benchmark` compares the library with it. It takes minibatches in the
-same way as the library, but not the same ones.
+in memory. `benchmark` compares the library with it. Given the minibatches that
+the library draws, its numbers are the library's.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -28,11 +29,19 @@ class Head(NamedTuple):
   bias: tf.Tensor  # [..., 1, classes]
 
 
-def _map(function, *heads: Head) -> Head:
+# The hidden layers' weights and biases.
+Layers = list[tuple[tf.Tensor, tf.Tensor]]
+# Images [clients, examples, pixels] and one-hot targets.
+Part = tuple[tf.Tensor, tf.Tensor]
+
+
+def _map(function: Callable[..., tf.Tensor], *heads: Head) -> Head:
   return Head(*(function(*parts) for parts in zip(*heads, strict=True)))
 
 
-def _back(features: tf.Tensor, errors: tf.Tensor, like: Head, ridge) -> Head:
+def _back(
+    features: tf.Tensor, errors: tf.Tensor, like: Head, ridge: float
+) -> Head:
   """The gradient of a mean over examples from that in the logits."""
   count = tf.cast(tf.shape(features)[-2], tf.float32)
   return Head(
@@ -46,18 +55,22 @@ def _errors(head: Head, features: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
   return tf.nn.softmax(features @ head.weight + head.bias) - targets
 
 
-def _gradient(head: Head, features, targets, ridge) -> Head:
+def _gradient(
+    head: Head, features: tf.Tensor, targets: tf.Tensor, ridge: float
+) -> Head:
   return _back(features, _errors(head, features, targets), head, ridge)
 
 
-def _hessian_product(head: Head, vector: Head, features, ridge) -> Head:
+def _hessian_product(
+    head: Head, vector: Head, features: tf.Tensor, ridge: float
+) -> Head:
   probabilities = tf.nn.softmax(features @ head.weight + head.bias)
   slopes = features @ vector.weight + vector.bias
   mean = tf.reduce_sum(probabilities * slopes, axis=-1, keepdims=True)
   return _back(features, probabilities * (slopes - mean), vector, ridge)
 
 
-def _hidden(layers: list, images: tf.Tensor) -> tf.Tensor:
+def _hidden(layers: Layers, images: tf.Tensor) -> tf.Tensor:
   shape = tf.shape(images)
   flat = tf.reshape(images, [-1, images.shape[-1]])
   for weight, bias in layers:
@@ -65,21 +78,50 @@ def _hidden(layers: list, images: tf.Tensor) -> tf.Tensor:
   return tf.reshape(flat, [shape[0], shape[1], flat.shape[-1]])
 
 
-def build_epoch(settings: Settings):
-  """A `tf.function` `(layers, head, inner, outer, seed) -> (layers, head)`.
+def draw_order(
+    settings: Settings, num_clients: int, num_examples: int, seed: tf.Tensor
+) -> tf.Tensor:
+  """The order of each client's inner examples in each local epoch.
 
-  `inner` and `outer` are (images [clients, examples, pixels], one-hot targets).
+  Args:
+    settings: For the number of local epochs.
+    num_clients: m.
+    num_examples: How many inner examples a client has.
+    seed: Two integers.
+
+  Returns:
+    Permutations, of shape [local epochs, clients, examples].
+  """
+  shape = [settings.local_epochs, num_clients, num_examples]
+  return tf.argsort(tf.random.stateless_uniform(shape, seed))
+
+
+def build_epoch(
+    settings: Settings,
+) -> Callable[[Layers, Head, Part, Part, tf.Tensor], tuple[Layers, Head]]:
+  """One epoch as a `tf.function`.
+
+  Args:
+    settings: What the epoch does.
+
+  Returns:
+    `(layers, head, inner, outer, order) -> (layers, head)`, where `inner` and
+    `outer` are (images [clients, examples, pixels], one-hot targets) and
+    `order` is as in `draw_order`.
   """
   s = settings
 
   def mean(head: Head) -> Head:
     return _map(lambda t: tf.reduce_mean(t, axis=0), head)
 
-  def svrg(head: Head, q: Head, features, targets, seed) -> Head:
+  def svrg(
+      head: Head,
+      q: Head,
+      features: tf.Tensor,
+      targets: tf.Tensor,
+      order: tf.Tensor,
+  ) -> Head:
     clients, count = features.shape[:2]
-    order = tf.argsort(
-        tf.random.stateless_uniform([s.local_epochs, clients, count], seed)
-    )
     local = _map(lambda t: tf.repeat(t[tf.newaxis], clients, axis=0), head)
 
     def one_epoch(k, local):
@@ -102,11 +144,13 @@ def build_epoch(settings: Settings):
     return mean(local)
 
   @tf.function
-  def epoch(layers, head, inner, outer, seed):
+  def epoch(
+      layers: Layers, head: Head, inner: Part, outer: Part, order: tf.Tensor
+  ) -> tuple[Layers, Head]:
     images, targets = inner
     features = _hidden(layers, images)
     q = mean(_gradient(head, features, targets, s.ridge))
-    head = svrg(head, q, features, targets, seed)
+    head = svrg(head, q, features, targets, order)
 
     # b = grad_y f, then p, the truncated sum with l = 1 / learning_rate.
     outer_features = _hidden(layers, outer[0])

@@ -9,10 +9,9 @@ head, fitted to its training data with a ridge.
 
 from experiments import image_clients, learning_problems, nested, program
 from experiments.settings import Settings, SettingsError
-import fednest_tff
-from fednest_tff import simulation
+from fednest_tff import data, simulation
 
-_DEFAULTS = image_clients.DATA | nested.METHOD | dict(
+_DEFAULTS = image_clients.DATA | nested.STEP_SIZES | dict(
     inner_fraction=0.5,
     inner_local_epochs=5,
     batch_size=64,
@@ -36,9 +35,14 @@ def widths(hidden: list[str]) -> list[int]:
   return sizes
 
 
-def _problem(settings: Settings, images) -> learning_problems.LearningProblem:
+def make_problem(
+    settings: Settings, images: data.FederatedImages, personal: bool = False
+) -> learning_problems.LearningProblem:
+  """The network that the settings describe, with one head or one for each."""
   sizes = widths(settings.hidden)
-  options = dict(ridge=settings.ridge, split=settings.inner_fraction)
+  options = dict(
+      ridge=settings.ridge, split=settings.inner_fraction, personal=personal
+  )
   if settings.backbone == 'mlp':
     features = images.test_images.shape[1]
     return learning_problems.hyper_representation(
@@ -56,7 +60,7 @@ def make_trial(settings: Settings, seed: int) -> simulation.Trial:
   images = image_clients.make_data(settings, seed)
   datasets = image_clients.make_datasets(images)
   size = image_clients.cohort_size(settings, len(datasets))
-  problem, predict = _problem(settings, images)
+  problem, predict = make_problem(settings, images)
 
   def evaluate(weights):
     logits = predict(weights, images.test_images)
@@ -77,7 +81,6 @@ def make_trial(settings: Settings, seed: int) -> simulation.Trial:
 EXPERIMENT = program.Experiment(
     'hyper_representation',
     'Hyper-representation',
-    fednest_tff.METHODS,
     _DEFAULTS,
     make_trial,
     lambda settings: simulation.Curve('test_accuracy', 'test accuracy'),

@@ -40,16 +40,21 @@ def _load(
   )
 
 
-def make_data(
-    settings: Settings, seed: int, imbalance: float | None = None
-) -> data.FederatedImages:
-  """The images, divided among the clients."""
-  images = _load(
+def load(settings: Settings) -> data.LabelledImages:
+  """The images, not yet divided."""
+  return _load(
       settings.dataset,
       settings.data_dir,
       settings.emnist_only_digits,
       settings.standardize,
   )
+
+
+def make_data(
+    settings: Settings, seed: int, imbalance: float | None = None
+) -> data.FederatedImages:
+  """The images, divided among the clients."""
+  images = load(settings)
   num_clients = settings.num_clients
   if num_clients is None and settings.partition != 'writers':
     num_clients = _NUM_CLIENTS.get(settings.dataset, 100)

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import fednest_tff
+from fednest_tff.vector_space import Structure
 
 # Enough for speed, and little memory for a network with convolutions.
 _PREDICTION_BATCH = 1000
@@ -45,7 +46,9 @@ def to_datasets(
   ]
 
 
-def _uniform(shape: Sequence[int], bound: float, seed: int, salt: int, k: int):
+def _uniform(
+    shape: Sequence[int], bound: float, seed: int, salt: int, k: int
+) -> dict[str, tf.Tensor]:
   """Layer k of network `salt`: weights and a bias, uniform in +-bound."""
   key = tf.random.experimental.stateless_fold_in([seed, salt], k)
   *inputs, outputs = shape
@@ -76,7 +79,7 @@ def _cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
   return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
 
 
-def _penalty(ridge: float, variable) -> tf.Tensor:
+def _penalty(ridge: float, variable: Structure) -> tf.Tensor:
   squares = [tf.reduce_sum(leaf**2) for leaf in tf.nest.flatten(variable)]
   return ridge * tf.add_n(squares)
 
@@ -85,10 +88,11 @@ def _predictor(logits):
   """`predict` from `logits(x, y, images)`, part by part."""
 
   def predict(weights, images):
+    x, y = weights.outer, weights.inner
+    if images.shape[0] is None:  # A minibatch, while a graph is traced.
+      return logits(x, y, images)
     parts = [
-        logits(
-            weights.outer, weights.inner, images[k : k + _PREDICTION_BATCH]
-        )
+        logits(x, y, images[k : k + _PREDICTION_BATCH])
         for k in range(0, max(len(images), 1), _PREDICTION_BATCH)
     ]
     return tf.concat(parts, axis=0)
@@ -104,6 +108,7 @@ def _with_head(
     ridge: float,
     split: float,
     declare_representation: bool,
+    personal: bool,
 ) -> LearningProblem:
   """x is what `backbone(x, images)` takes, y a dense layer of sizes `head`."""
 
@@ -117,21 +122,18 @@ def _with_head(
   def inner_loss(x, y, features):
     return outer_loss(x, y, features) + _penalty(ridge, y)
 
-  if declare_representation:
-    losses, representation = (outer_loss, inner_loss), represent
-  else:
-    losses = tuple(
-        lambda x, y, batch, loss=loss: loss(x, y, represent(x, batch))
-        for loss in (outer_loss, inner_loss)
-    )
-    representation = None
-  problem = fednest_tff.bilevel(
-      *losses,
+  def of_batch(loss):
+    return lambda x, y, batch: loss(x, y, represent(x, batch))
+
+  build = fednest_tff.personal if personal else fednest_tff.bilevel
+  problem = build(
+      outer_loss if declare_representation else of_batch(outer_loss),
+      inner_loss if declare_representation else of_batch(inner_loss),
       init_outer,
       lambda seed: _initialize(head, seed, 2)[0],
       element_spec(num_pixels),
       split=split,
-      representation=representation,
+      representation=represent if declare_representation else None,
   )
   return LearningProblem(
       problem, _predictor(lambda x, y, images: _dense(y, backbone(x, images)))
@@ -143,6 +145,7 @@ def hyper_representation(
     ridge: float = 0.005,
     split: float = 0.5,
     declare_representation: bool = True,
+    personal: bool = False,
 ) -> LearningProblem:
   """The backbone is x, judged on validation data; the head is y (section 4.1).
 
@@ -153,6 +156,7 @@ def hyper_representation(
     declare_representation: Whether the problem says that the losses need the
       images only through the backbone, which is then evaluated once while x is
       fixed. The numbers are the same.
+    personal: Whether each client has its own head, in place of one for all.
 
   Returns:
     The problem and its classifier.
@@ -161,10 +165,11 @@ def hyper_representation(
       _hidden,
       lambda seed: _initialize(sizes[:-1], seed, 1),
       sizes[0],
-      tuple(sizes[-2:]),
+      (sizes[-2], sizes[-1]),
       ridge,
       split,
       declare_representation,
+      personal,
   )
 
 
@@ -176,6 +181,7 @@ def convolutional_representation(
     ridge: float = 0.005,
     split: float = 0.5,
     declare_representation: bool = True,
+    personal: bool = False,
 ) -> LearningProblem:
   """`hyper_representation` with a small convolutional network as x.
 
@@ -190,6 +196,7 @@ def convolutional_representation(
     ridge: As in `hyper_representation`.
     split: As in `hyper_representation`.
     declare_representation: As in `hyper_representation`.
+    personal: As in `hyper_representation`.
 
   Returns:
     The problem and its classifier.
@@ -200,7 +207,9 @@ def convolutional_representation(
   pooled = [-(-side // 2 ** len(channels)) for side in (height, width)]
 
   size = pooled[0] * pooled[1] * depths[-1]
-  shapes = [(3, 3, *pair) for pair in zip(depths, channels, strict=False)]
+  shapes: list[tuple[int, ...]] = [
+      (3, 3, *pair) for pair in zip(depths, channels, strict=False)
+  ]
   shapes.append((size, features))
 
   def init_outer(seed):
@@ -227,6 +236,7 @@ def convolutional_representation(
       ridge,
       split,
       declare_representation,
+      personal,
   )
 
 
@@ -255,7 +265,7 @@ def loss_tuning(
     sizes: Sequence[int] = (784, 200, 100, 10),
     ridge: float = 1e-3,
     split: float = 0.8,
-    class_weights: Sequence[float] | None = None,
+    class_weights: np.ndarray | Sequence[float] | None = None,
     tune_class_weights: bool = False,
 ) -> LearningProblem:
   """The VS-loss is x, the whole classifier y (section 4.2).
@@ -278,9 +288,9 @@ def loss_tuning(
   """
   num_classes = sizes[-1]
   # Not a tensor: TFF traces losses into graphs of its own.
-  weights = np.float32(
-      np.ones(num_classes) if class_weights is None else class_weights
-  )
+  weights = np.ones(num_classes, np.float32)
+  if class_weights is not None:
+    weights = np.asarray(class_weights, np.float32)
 
   def logits(y, images):
     return _dense(y[-1], _hidden(y[:-1], images))

@@ -17,6 +17,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 import fednest_tff
+from fednest_tff.vector_space import Structure
 
 # A client's features [n, d] and labels [n].
 Client = tuple[np.ndarray, np.ndarray]
@@ -32,19 +33,21 @@ def zeros(
   )
 
 
-def logits(x, features: tf.Tensor) -> tf.Tensor:
+def logits(x: Structure, features: tf.Tensor) -> tf.Tensor:
   """The classes' scores, [n, classes]."""
   return features @ x['weight'] + x['bias']
 
 
-def cross_entropy(x, features: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+def cross_entropy(
+    x: Structure, features: tf.Tensor, labels: tf.Tensor
+) -> tf.Tensor:
   """-log softmax(logits)_label of each example."""
   return tf.nn.sparse_softmax_cross_entropy_with_logits(
       labels, logits(x, features)
   )
 
 
-def penalty(ridge: float, x) -> tf.Tensor:
+def penalty(ridge: float, x: Structure) -> tf.Tensor:
   """ridge/2 |x|^2."""
   squares = [tf.reduce_sum(leaf**2) for leaf in tf.nest.flatten(x)]
   return ridge / 2 * tf.add_n(squares)
@@ -168,7 +171,8 @@ class _Objective:
         1 / (len(clients) * np.array(sizes)), sizes
     )[:, None]
     self._ridge = ridge
-    self._probabilities_of = (None, None)
+    # The last x that a product was asked for, and the probabilities there.
+    self._last: tuple[np.ndarray, np.ndarray] | None = None
 
   @property
   def size(self) -> int:
@@ -192,9 +196,9 @@ class _Objective:
 
   def hessian_product(self, x: np.ndarray, vector: np.ndarray) -> np.ndarray:
     # Conjugate gradient asks for many products at one x.
-    if self._probabilities_of[0] is not x:
-      self._probabilities_of = x, np.exp(self._log_softmax(x))
-    p = self._probabilities_of[1]
+    if self._last is None or self._last[0] is not x:
+      self._last = x, np.exp(self._log_softmax(x))
+    p = self._last[1]
     slopes = self._inputs @ vector.reshape(self._inputs.shape[1], -1)
     slopes = p * (slopes - np.sum(p * slopes, axis=1, keepdims=True))
     product = self._inputs.T @ (self._shares * slopes)
@@ -202,7 +206,7 @@ class _Objective:
 
 
 def objective(
-    x, clients: Sequence[Client], num_classes: int, ridge: float
+    x: Structure, clients: Sequence[Client], num_classes: int, ridge: float
 ) -> float:
   """mean_i l_i(x) + ridge/2 |x|^2 in float64, to compare with the optimum's."""
   matrix = np.concatenate([x['weight'], np.asarray(x['bias'])[None]])
@@ -255,7 +259,7 @@ def optimum(
   )
 
 
-def distance(x, solution) -> float:
+def distance(x: Structure, solution: Structure) -> float:
   """|x - x*|, over weight and bias together."""
   squares = [
       np.sum((np.float64(x[name]) - solution[name]) ** 2) for name in solution

@@ -12,10 +12,9 @@ import tensorflow as tf
 from experiments import image_clients, learning_problems, nested, program
 from experiments.hyper_representation import widths
 from experiments.settings import Settings, SettingsError
-import fednest_tff
-from fednest_tff import simulation
+from fednest_tff import data, simulation
 
-_DEFAULTS = image_clients.DATA | nested.METHOD | dict(
+_DEFAULTS = image_clients.DATA | nested.STEP_SIZES | dict(
     imbalance=0.01,
     inner_fraction=0.8,
     inner_local_epochs=5,
@@ -28,7 +27,7 @@ _DEFAULTS = image_clients.DATA | nested.METHOD | dict(
 )
 
 
-def _clients(settings: Settings, seed: int):
+def _clients(settings: Settings, seed: int) -> data.FederatedImages:
   if not settings.centralised:
     return image_clients.make_data(settings, seed, settings.imbalance)
   if {settings.num_clients, settings.clients_per_round} - {None, 1}:
@@ -81,7 +80,6 @@ def make_trial(settings: Settings, seed: int) -> simulation.Trial:
 EXPERIMENT = program.Experiment(
     'loss_tuning',
     'Loss tuning on long-tailed data',
-    fednest_tff.METHODS,
     _DEFAULTS,
     make_trial,
     lambda settings: simulation.Curve(

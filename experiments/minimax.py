@@ -18,13 +18,12 @@ from experiments import (
     program,
     robust_regression,
 )
-from experiments.settings import Settings
-import fednest_tff
+from experiments.settings import Flags, Settings
 from fednest_tff import simulation
 
-_DEFAULTS = dict(problem='saddle')
-_VARIANTS = dict(
-    saddle=nested.WITHOUT_IHGP | dict(
+_DEFAULTS: Flags = dict(problem='saddle')
+_VARIANTS: dict[str, Flags] = dict(
+    saddle=dict(
         num_clients=100,
         clients_per_round=None,
         dimension=10,
@@ -32,15 +31,17 @@ _VARIANTS = dict(
         coupling=0.1,
         ridge=10.0,
         inner_local_steps=5,
+        local_steps=5,
         inner_learning_rate=0.1,
         outer_learning_rate=0.05,
     ),
-    robust_regression=image_clients.DATA | nested.WITHOUT_IHGP | dict(
+    robust_regression=image_clients.DATA | dict(
         partition='shards',
         num_clients=10,
         rho=5.0,
         ridge=0.01,
         inner_local_steps=5,
+        local_steps=5,
         inner_learning_rate=0.1,
         outer_learning_rate=0.1,
     ),
@@ -113,11 +114,11 @@ def _curve(settings: Settings) -> simulation.Curve:
 EXPERIMENT = program.Experiment(
     'minimax',
     'Minimax',
-    fednest_tff.METHODS,
     _DEFAULTS,
     make_trial,
     _curve,
     _VARIANTS,
+    without=nested.IHGP_OPTIONS | nested.LINEAR_OPTIONS,
 )
 
 if __name__ == '__main__':

@@ -1,35 +1,39 @@
-"""From flags to a method of the FedNest family."""
-
-from typing import Any
+"""From settings to a process, by any method of the registry."""
 
 import numpy as np
+import numpy.typing as npt
 
 from experiments import image_clients
 from experiments.closed_form import Case
 from experiments.settings import Settings
 import fednest_tff
+from fednest_tff import options as options_lib
 from fednest_tff import simulation
 
-# The flags of the methods. The paper's values where it gives them.
-METHOD = dict(
-    inner_rounds=1,
-    inner_local_epochs=None,
-    inner_local_steps=None,
-    outer_local_steps=1,
-    neumann_terms=5,
-    ihgp='stochastic',
-    smoothness=None,
-    inner_learning_rate=0.01,
-    outer_learning_rate=0.01,
-    batch_size=None,
-)
-# Those of problems without an inverse Hessian: minimax has none, and that of a
-# compositional problem is the identity.
-WITHOUT_IHGP = {
-    name: value
-    for name, value in METHOD.items()
-    if name not in ('neumann_terms', 'ihgp', 'smoothness')
+# Options that problems without an inverse Hessian lack: minimax has none, and
+# that of a compositional problem is the identity.
+IHGP_OPTIONS = options_lib.names_of(fednest_tff.FederatedInverseHessian)
+_SIMULTANEOUS = options_lib.names_of(
+    fednest_tff.SimultaneousWork
+) | options_lib.names_of(fednest_tff.ServerSteps)
+# Options that problems lack whose hypergradient has no indirect part.
+LINEAR_OPTIONS = {name for name in _SIMULTANEOUS if 'linear' in name} | {
+    'radius', 'penalty'
 }
+# Options that a single-level problem lacks.
+INNER_OPTIONS = (
+    options_lib.names_of(fednest_tff.LocalWork, 'inner')
+    - options_lib.names_of(fednest_tff.LocalWork, 'outer')
+    | {name for name in _SIMULTANEOUS if 'inner' in name}
+    | {'inner_rounds', 'inner_aggregator', 'inner_method'}
+)
+# The paper's step sizes, for want of better.
+STEP_SIZES = dict(
+    inner_learning_rate=0.01,
+    linear_learning_rate=0.01,
+    outer_learning_rate=0.01,
+    local_steps=10,
+)
 
 
 def build(
@@ -37,31 +41,36 @@ def build(
     method: str,
     settings: Settings,
     seed: int,
-    **options: Any,
-) -> fednest_tff.FedNestProcess:
-  """The process that the flags describe.
+    **options: object,
+) -> fednest_tff.NestedProcess:
+  """The process that the settings describe.
 
   Args:
-    problem: What to solve.
-    method: One of `fednest_tff.METHODS`.
-    settings: With the flags of `METHOD`, or of some of them.
+    problem: The problem to solve.
+    method: A method of the registry.
+    settings: With the method's options, or some of them.
     seed: Of the initial point and of all draws.
-    **options: Further arguments of `build_fed_nest`.
+    **options: Further options.
 
   Returns:
     The process.
   """
+  known = fednest_tff.get_method(method).options
   chosen = {
-      name: value for name, value in vars(settings).items() if name in METHOD
+      name: value
+      for name, value in vars(settings).items()
+      if name in known and value is not None
   }
-  if settings.inner_local_steps is not None:
-    chosen['inner_local_epochs'] = None
-  return fednest_tff.build_fed_nest(
-      problem, method, seed=seed, **(chosen | options)
+  if 'inner_local_steps' in chosen:
+    chosen.pop('inner_local_epochs', None)
+  if 'local_epochs' in chosen:
+    chosen.pop('local_steps', None)
+  return fednest_tff.build(
+      problem, method, **(chosen | dict(seed=seed) | options)
   )
 
 
-def _distance(a: Any, b: Any) -> float:
+def _distance(a: npt.ArrayLike, b: npt.NDArray[np.floating]) -> float:
   return float(np.linalg.norm(np.asarray(a) - b))
 
 

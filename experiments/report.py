@@ -1,21 +1,32 @@
 """What the runs of an experiment come to: a summary and a table."""
 
+from collections.abc import Callable, Mapping, Sequence
 import math
 import statistics
-from typing import Any
 
 import numpy as np
 
 from fednest_tff import simulation
 
+_STATISTICS: dict[str, Callable[[list[float]], float]] = {
+    '': statistics.fmean, '_std': statistics.pstdev
+}
 
-def _over_seeds(function, parts, name, key) -> float | None:
+
+def _over_seeds(
+    function: Callable[[list[float]], float],
+    parts: list[dict[str, dict[str, float]]],
+    name: str,
+    key: str,
+) -> float | None:
   """A statistic over the seeds; `None` if one of them is not finite."""
   values = [part[name][key] for part in parts]
   return function(values) if all(map(math.isfinite, values)) else None
 
 
-def summary(results: dict[str, list]) -> dict[str, Any]:
+def summary(
+    results: Mapping[str, Sequence[list[simulation.Row]]],
+) -> dict[str, object]:
   """Mean and standard deviation over the seeds of last and best values."""
   found = {}
   for method, runs in results.items():
@@ -24,9 +35,7 @@ def summary(results: dict[str, list]) -> dict[str, Any]:
         name: {
             f'{key}{suffix}': _over_seeds(function, parts, name, key)
             for key in ('last', 'best', 'best_epoch')
-            for suffix, function in (
-                ('', statistics.fmean), ('_std', statistics.pstdev)
-            )
+            for suffix, function in _STATISTICS.items()
         }
         for name in parts[0]
         if all(name in part for part in parts)
@@ -34,7 +43,10 @@ def summary(results: dict[str, list]) -> dict[str, Any]:
   return {'num_seeds': len(next(iter(results.values()))), 'methods': found}
 
 
-def table(results: dict[str, list], curve: simulation.Curve) -> str:
+def table(
+    results: Mapping[str, Sequence[list[simulation.Row]]],
+    curve: simulation.Curve,
+) -> str:
   """Methods in rows: the curve's last value, what it cost."""
   header = [
       'method', curve.label, 'rounds', 'MB up', 'MB down', 's/epoch', 's total'

@@ -24,6 +24,7 @@ import tensorflow as tf
 from experiments import logistic_regression
 from experiments.logistic_regression import Client
 import fednest_tff
+from fednest_tff.vector_space import Structure
 
 
 def breast_cancer_clients(
@@ -51,12 +52,15 @@ def breast_cancer_clients(
   order = np.argsort(features[:, 0], kind='stable')
   features = (features - features.mean(axis=0)) / features.std(axis=0)
   rng = np.random.default_rng(seed)
-  train, test = [], []
+  train: list[Client] = []
+  test: list[Client] = []
   for rows in np.array_split(order, num_clients):
     rows = rng.permutation(rows)
     num_test = round(test_fraction * len(rows))
     for part, clients in ((rows[num_test:], train), (rows[:num_test], test)):
-      clients.append((np.float32(features[part]), np.int32(labels[part])))
+      clients.append(
+          (features[part].astype(np.float32), labels[part].astype(np.int32))
+      )
   return train, test
 
 
@@ -118,7 +122,7 @@ def robust_regression(
   )
 
 
-def client_losses(x, clients: Sequence[Client]) -> np.ndarray:
+def client_losses(x: Structure, clients: Sequence[Client]) -> np.ndarray:
   """l_i(x), client by client."""
   return np.array([
       np.mean(logistic_regression.cross_entropy(x, features, labels))
@@ -126,7 +130,7 @@ def client_losses(x, clients: Sequence[Client]) -> np.ndarray:
   ])
 
 
-def client_accuracies(x, clients: Sequence[Client]) -> np.ndarray:
+def client_accuracies(x: Structure, clients: Sequence[Client]) -> np.ndarray:
   """The share of right predictions, client by client."""
   return np.array([
       np.mean(np.argmax(logistic_regression.logits(x, features), 1) == labels)
@@ -134,17 +138,14 @@ def client_accuracies(x, clients: Sequence[Client]) -> np.ndarray:
   ])
 
 
-def worst_client_loss(x, clients: Sequence[Client]) -> float:
-  """max_i l_i(x)."""
-  return float(client_losses(x, clients).max())
-
-
-def worst_client_accuracy(x, clients: Sequence[Client]) -> float:
+def worst_client_accuracy(x: Structure, clients: Sequence[Client]) -> float:
   """The accuracy of the client that has the lowest."""
   return float(client_accuracies(x, clients).min())
 
 
-def best_response(x, clients: Sequence[Client], rho: float) -> np.ndarray:
+def best_response(
+    x: Structure, clients: Sequence[Client], rho: float
+) -> np.ndarray:
   """y*(x), the weights that hurt x most."""
   losses = client_losses(x, clients)
   return (losses - losses.mean()) / rho

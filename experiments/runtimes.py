@@ -1,6 +1,7 @@
 """The runtime that the flags of a binary ask for."""
 
 import os
+from typing import NoReturn
 
 import tensorflow as tf
 import tensorflow_federated as tff
@@ -8,27 +9,13 @@ import tensorflow_federated as tff
 from experiments import image_clients
 from experiments import settings as settings_lib
 import fednest_tff
-from fednest_tff.runtime import driver
 
 
 class NoRuntime(tff.framework.SyncContext):
   """Stands in for TFF's default, which complains when Python ends."""
 
-  def invoke(self, comp, arg):
+  def invoke(self, comp: tff.Computation, arg: object) -> NoReturn:
     raise RuntimeError('Choose a runtime first: fednest_tff.use_runtime.')
-
-
-class Driven:
-  """A process whose rounds run one by one, as several workers want it."""
-
-  def __init__(self, process):
-    self._driver = driver.build_driver(process)
-    self.process = process
-    self.initialize = process.initialize
-    self.get_model_weights = process.get_model_weights
-
-  def next(self, state, cohort):
-    return self._driver.next(state, cohort)
 
 
 def _use_one_thread_per_operation(settings: settings_lib.Settings) -> None:
@@ -48,7 +35,7 @@ def _use_one_thread_per_operation(settings: settings_lib.Settings) -> None:
     clients = 1
   elif hasattr(settings, 'dataset') and not settings.clients_per_round:
     clients = min(clients, image_clients.CLIENTS_PER_ROUND)
-  if clients < os.cpu_count() or 'TF_NUM_INTRAOP_THREADS' in os.environ:
+  if clients < (os.cpu_count() or 1) or 'TF_NUM_INTRAOP_THREADS' in os.environ:
     return
   try:
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -56,7 +43,7 @@ def _use_one_thread_per_operation(settings: settings_lib.Settings) -> None:
     pass  # It has run something: another run in this process, for example.
 
 
-_runtimes = {}
+_runtimes: dict[tuple[object, ...], tff.framework.SyncContext] = {}
 _KEPT_FUNCTIONS = 4  # Those of the last run.
 
 

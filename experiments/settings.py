@@ -1,23 +1,28 @@
 """The flags of all experiments.
 
 They are defined once, without defaults: an experiment names those it has, with
-its own defaults, and refuses the others. `resolve` gives the values, so that an
-experiment can also be run from Python without flags.
+its defaults, and refuses the others. The flags of the methods are their options
+in the registry. `resolve` gives the values, so that an experiment can also be
+run from Python without flags.
 """
 
 import math
 import types
-from typing import Any
+from typing import Any, TypeAlias
 
 from absl import flags
 
-from fednest_tff import data
+from fednest_tff import data, registry
+from fednest_tff.options import Option
 from fednest_tff.runtime import RUNTIMES
 
 FLAGS = flags.FLAGS
 
+# Values by the names of flags; each flag has a type of its own.
+Flags: TypeAlias = dict[str, Any]
+
 # Flags that every experiment has, and their defaults.
-COMMON = dict(
+COMMON: Flags = dict(
     method=['fednest'],
     epochs=100,
     seed=0,
@@ -40,11 +45,11 @@ class SettingsError(ValueError):
 Settings = types.SimpleNamespace
 
 
-def _integer(name, text, lower_bound=1):
+def _integer(name: str, text: str, lower_bound: int = 1) -> None:
   flags.DEFINE_integer(name, None, text, lower_bound=lower_bound)
 
 
-def _positive(name, text):
+def _positive(name: str, text: str) -> None:
   flags.DEFINE_float(name, None, text, lower_bound=0.0)
 
 
@@ -82,18 +87,44 @@ flags.DEFINE_float(
 _integer('num_clients', 'How many clients there are, m.')
 _integer('clients_per_round', 'How many take part in an epoch.')
 
-_integer('inner_rounds', 'T, calls of FedInn per epoch.')
-_integer('inner_local_epochs', 'Passes over the data in local inner steps.')
-_integer('inner_local_steps', 'Local inner steps, tau, instead of passes.')
-_integer('outer_local_steps', 'Local outer steps, tau.')
-_integer('neumann_terms', 'N, of FedIHGP.')
-flags.DEFINE_enum(
-    'ihgp', None, ('stochastic', 'truncated', 'cg'), 'Solver in FedIHGP.'
-)
-_positive('smoothness', 'l, a bound of the inner Hessian; default 1 / beta.')
-_positive('inner_learning_rate', 'beta.')
-_positive('outer_learning_rate', 'alpha.')
-_integer('batch_size', 'Of the minibatches in local steps; default: all.')
+
+# The flags that are options of methods and nothing else.
+METHOD_FLAGS: set[str] = set()
+
+
+def define_method_flags() -> None:
+  """Defines a flag for every option of a registered method that has none."""
+  for name in registry.method_names():
+    for option in method_options(name).values():
+      if option.name in FLAGS:
+        continue
+      text = option.help or f'An option of {name}.'
+      if option.choices:
+        flags.DEFINE_enum(option.name, None, option.choices, text)
+      elif option.flag_type is not None:
+        _DEFINE[option.flag_type](option.name, None, text)
+      METHOD_FLAGS.add(option.name)
+
+
+_DEFINE = {
+    bool: flags.DEFINE_boolean,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    str: flags.DEFINE_string,
+}
+
+
+def method_options(method: str) -> dict[str, Option]:
+  """The options of a method that are flags, by name."""
+  found = registry.get_method(method).options
+  return {
+      name: places[0]
+      for name, places in found.items()
+      if places[0].flag_type is not None and name not in COMMON
+  }
+
+
+define_method_flags()
 
 flags.DEFINE_enum('backbone', None, ('mlp', 'cnn'), 'What x parametrises.')
 flags.DEFINE_list('hidden', None, 'Widths of hidden layers.')
@@ -103,28 +134,26 @@ flags.DEFINE_boolean(
 )
 flags.DEFINE_boolean('no_tuning', None, 'Keep x as it is: the plain loss.')
 flags.DEFINE_boolean('centralised', None, 'One client that has all data.')
-flags.DEFINE_enum(
-    'problem',
-    None,
-    ('saddle', 'robust_regression', 'portfolio', 'sine'),
-    'Which of the problems of this experiment.',
-)
+flags.DEFINE_string('problem', None, 'One of the problems of an experiment.')
 _integer('dimension', 'Of x and y.')
 _positive('spread', 's, how far apart the clients are.')
 _positive('coupling', 'Weight of the term that couples x and y.')
 _positive('rho', 'Price of weighing clients unevenly.')
 _positive('risk_aversion', 'Weight of the variance.')
 _positive('adaptation_rate', 'Step size of the adaptation to a task.')
+_integer(
+    'personalization_steps',
+    'Steps that fit the head to a client when it is judged; as many as'
+    ' --inner_local_steps if it is not given.',
+)
 
 
-def names(defaults: dict[str, Any]) -> list[str]:
+def names(defaults: Flags) -> list[str]:
   """The flags of an experiment that has these defaults."""
   return [*COMMON, *defaults, *PLACES]
 
 
-def resolve(
-    name: str, defaults: dict[str, Any], given: dict[str, Any]
-) -> Settings:
+def resolve(name: str, defaults: Flags, given: Flags) -> Settings:
   """The settings of an experiment.
 
   Args:
@@ -155,14 +184,11 @@ def resolve(
   for flag, value in sizes.items():
     if isinstance(value, float) and not math.isfinite(value):
       raise SettingsError(f'--{flag}={value} must be finite')
-  for flag in ('inner_learning_rate', 'outer_learning_rate'):
-    if sizes.get(flag) == 0:
-      raise SettingsError(f'--{flag} must be positive')
   return settings
 
 
-def given_by_flags() -> dict[str, Any]:
-  """What stands on the command line (or in a flag file)."""
+def given_by_flags() -> Flags:
+  """The values on the command line, or in a flag file."""
   # `present` counts the command line; a test sets flags in Python.
   return {
       flag.name: flag.value

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 import fednest_tff
@@ -50,7 +51,7 @@ def sample_tasks(
     num_query: int = 10,
     amplitudes: tuple[float, float] = (0.1, 5.0),
     seed: int = 0,
-    dtype=np.float32,
+    dtype: npt.DTypeLike = np.float32,
 ) -> Tasks:
   """Random tasks, by default with the amplitudes of the MAML paper.
 

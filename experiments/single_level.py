@@ -10,7 +10,7 @@ high accuracy. `fednest` is FedOut alone, there being no inner problem.
 import numpy as np
 import tensorflow_federated as tff
 
-from experiments import image_clients, logistic_regression, program
+from experiments import image_clients, logistic_regression, nested, program
 from experiments.settings import Settings
 import fednest_tff
 from fednest_tff import simulation
@@ -19,6 +19,7 @@ _DEFAULTS = image_clients.DATA | dict(
     method=['fednest', 'fedavg'],
     partition='shards',
     outer_local_steps=5,
+    local_steps=5,
     outer_learning_rate=0.3,
     batch_size=None,
     ridge=0.01,
@@ -27,7 +28,9 @@ _DEFAULTS = image_clients.DATA | dict(
 _ALL = 2**31 - 1
 
 
-def _fed_avg(settings: Settings, num_features: int, num_classes: int):
+def _fed_avg(
+    settings: Settings, num_features: int, num_classes: int
+) -> tff.learning.templates.LearningProcess:
   """TFF's FedAvg, with as many local steps on minibatches of the same size."""
   model = logistic_regression.functional_model(
       num_features, num_classes, settings.ridge
@@ -67,14 +70,7 @@ def make_trial(settings: Settings, seed: int) -> simulation.Trial:
   def build(method):
     if method == 'fedavg':
       return _fed_avg(settings, num_features, num_classes)
-    return fednest_tff.build_fed_nest(
-        problem,
-        method,
-        outer_learning_rate=settings.outer_learning_rate,
-        outer_local_steps=settings.outer_local_steps,
-        batch_size=settings.batch_size,
-        seed=seed,
-    )
+    return nested.build(problem, method, settings, seed)
 
   def evaluate(weights):
     if isinstance(weights, fednest_tff.NestedWeights):
@@ -102,12 +98,22 @@ def make_trial(settings: Settings, seed: int) -> simulation.Trial:
 EXPERIMENT = program.Experiment(
     'single_level',
     'Single level: logistic regression',
-    ('fednest', 'lfednest', 'fedavg'),
     _DEFAULTS,
     make_trial,
     lambda settings: simulation.Curve(
         'x_distance', '|x - x*|', logarithmic=True
     ),
+    without=(
+        nested.IHGP_OPTIONS | nested.LINEAR_OPTIONS | nested.INNER_OPTIONS
+    ),
+    baselines={
+        'fedavg': program.Baseline(
+            'FedAvg',
+            frozenset(
+                ['outer_learning_rate', 'outer_local_steps', 'batch_size']
+            ),
+        )
+    },
 )
 
 if __name__ == '__main__':

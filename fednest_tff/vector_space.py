@@ -6,12 +6,18 @@ spaces (gradients, Neumann iterates, updates) are nested structures as
 The leaves may differ in shape and in float type.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-# A nested structure of tensors; `tf.nest` decides what is a leaf.
-Structure = Any
+# A nested structure of tensors; `tf.nest` decides what is a leaf. Python cannot
+# write its type, and TensorFlow declares none for tensors.
+Structure: TypeAlias = Any
+
+
+def identity(a: Structure) -> Structure:
+  """`a`: the projection on the whole space."""
+  return a
 
 
 def specs(a: Structure) -> Structure:
@@ -51,7 +57,7 @@ def subtract(a: Structure, b: Structure) -> Structure:
   return tf.nest.map_structure(tf.subtract, a, b)
 
 
-def scalar(value, dtype: tf.DType) -> tf.Tensor:
+def scalar(value: tf.Tensor | float, dtype: tf.DType) -> tf.Tensor:
   """A number or a scalar tensor as a scalar of type `dtype`."""
   # tf.cast takes a Python float through float32.
   if tf.is_tensor(value):
@@ -59,12 +65,14 @@ def scalar(value, dtype: tf.DType) -> tf.Tensor:
   return tf.constant(value, dtype)
 
 
-def scale(factor, a: Structure) -> Structure:
+def scale(factor: tf.Tensor | float, a: Structure) -> Structure:
   """factor * a, the scalar cast to each leaf's type."""
   return tf.nest.map_structure(lambda t: scalar(factor, t.dtype) * t, a)
 
 
-def add_scaled(a: Structure, factor, b: Structure) -> Structure:
+def add_scaled(
+    a: Structure, factor: tf.Tensor | float, b: Structure
+) -> Structure:
   """a + factor * b."""
   return tf.nest.map_structure(
       lambda s, t: s + scalar(factor, t.dtype) * t, a, b

@@ -2,22 +2,30 @@
 
 import ast
 import pathlib
+import re
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Packages of one row may import one another.
+# A module may import those of its own entry and of the entries before it.
 ORDER = [
-    ['fednest_tff.vector_space'],
-    ['fednest_tff.problems'],
-    ['fednest_tff.local'],
-    ['fednest_tff.algorithms'],
-    ['fednest_tff.runtime', 'fednest_tff.data'],
-    ['fednest_tff.simulation'],
+    'fednest_tff.options',
+    'fednest_tff.structures',
+    'fednest_tff.vector_space',
+    'fednest_tff.problems',
+    'fednest_tff.local',
+    'fednest_tff.federated',
+    'fednest_tff.algorithms',
+    'fednest_tff.registry',
+    'fednest_tff.runtime.compiler',
+    'fednest_tff.runtime',
+    # It needs none of the above. Only simulations and experiments may use it.
+    'fednest_tff.data',
+    'fednest_tff.simulation',
     # The package itself: its __init__ has what users import.
-    ['fednest_tff'],
+    'fednest_tff',
     # A program.
-    ['fednest_tff.runtime.check'],
-    ['experiments'],
-    ['tests'],
+    'fednest_tff.runtime.check',
+    'experiments',
+    'tests',
 ]
 
 
@@ -25,11 +33,10 @@ def rank(module):
   """Position in the order, by the longest name that fits; or `None`."""
   found = None
   length = -1
-  for k, names in enumerate(ORDER):
-    for name in names:
-      if module == name or module.startswith(f'{name}.'):
-        if len(name) > length:
-          found, length = k, len(name)
+  for k, name in enumerate(ORDER):
+    if module == name or module.startswith(f'{name}.'):
+      if len(name) > length:
+        found, length = k, len(name)
   return found
 
 
@@ -75,12 +82,33 @@ def test_every_package_has_its_place():
       assert rank(module) != rank('fednest_tff'), module
 
 
+def test_the_order_is_that_of_the_design():
+  design = (ROOT / 'docs' / 'design.md').read_text()
+  (line,) = re.findall(r'^ +(problems -> .*)$', design, re.MULTILINE)
+  drawn = line.split(' -> ')
+  places = [
+      rank(name if name in ORDER else f'fednest_tff.{name}') for name in drawn
+  ]
+  assert len(drawn) == 8
+  assert places == sorted(set(places))
+
+
 def test_a_wrong_import_is_noticed():
   local = 'fednest_tff.local.client'
   assert violations(local, 'from fednest_tff import algorithms')
   assert violations(local, 'def f():\n  import fednest_tff.data.idx')
   assert violations(local, 'import fednest_tff')
   assert violations('fednest_tff.runtime.native', 'from experiments import x')
-  assert violations('experiments.program', 'from tests import quadratic')
+  assert violations('experiments.program', 'from tests.helpers import mlp')
+  assert violations('fednest_tff.runtime.compiler.values', 'import fednest_tff')
+  assert violations(
+      'fednest_tff.runtime.compiler.values',
+      'from fednest_tff.runtime import devices',
+  )
+  driver = 'fednest_tff.runtime.driver'
+  assert violations(driver, 'from fednest_tff import data')
+  assert violations(
+      'fednest_tff.algorithms.fed_inn', 'from fednest_tff import registry'
+  )
   assert not violations(local, 'from fednest_tff.problems import problem')
   assert not violations(local, 'from fednest_tff import vector_space')

@@ -1,4 +1,8 @@
-"""Tests share one native TFF runtime per process and leave no worker behind."""
+"""Tests share one runtime per process and leave no worker behind.
+
+Tests of algorithms run in process, which compiles quickly; those of the runtime
+itself in TFF's own, unless their module has `RUNTIME = 'in_process'`.
+"""
 
 import os
 import signal
@@ -41,6 +45,46 @@ def in_process_context():
   from fednest_tff.runtime import in_process
 
   return in_process.InProcessContext(in_process.InProcessRuntime(unroll=0))
+
+
+# `make test-quick` leaves out tests with the mark `slow`, which compile many
+# processes or start programs: these folders and files, without the exceptions.
+_SLOW_FOLDERS = {
+    'algorithms', 'compiler', 'experiments', 'federated', 'runtime'
+}
+_SLOW_FILES = {
+    'docs_test.py', 'examples_test.py', 'readme_test.py', 'training_test.py'
+}
+_QUICK_FILES = {
+    'call_dominant_test.py', 'fed_inn_test.py', 'settings_test.py',
+    'shares_test.py',
+}
+
+
+def pytest_collection_modifyitems(items):
+  for item in items:
+    path = item.path
+    is_slow = path.parent.name in _SLOW_FOLDERS or path.name in _SLOW_FILES
+    if is_slow and path.name not in _QUICK_FILES:
+      item.add_marker(pytest.mark.slow)
+
+
+# Folders whose tests run in process.
+_IN_PROCESS = {'algorithms', 'federated', 'local', 'problems'}
+
+
+@pytest.fixture(scope='module', autouse=True)
+def runtime_of_module(request):
+  """Runs the module's tests, and its own fixtures, in the right runtime."""
+  default = 'in_process' if request.path.parent.name in _IN_PROCESS else None
+  if getattr(request.module, 'RUNTIME', default) is None:
+    yield
+    return
+  import tensorflow_federated as tff
+
+  context = request.getfixturevalue('in_process_context')
+  with tff.framework.get_context_stack().install(context):
+    yield
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def _preset() -> sets.Preset:
   return preset
 
 
-def _run(run: sets.Run, preset: sets.Preset, folder: str) -> list:
+def _run(run: sets.Run, preset: sets.Preset, folder: str) -> figures.Runs:
   """The rows of a run, one list per seed; shorter where it diverged."""
   given = run.given | dict(seeds=preset.seeds, epochs_per_checkpoint=50)
   path = os.path.join(folder, 'runs', run.name)
@@ -118,7 +118,9 @@ def _write_claims(found: list[dict], preset: sets.Preset, folder: str) -> None:
     file.write(text)
 
 
-def _write_differences(rows, preset: sets.Preset, folder: str) -> str:
+def _write_differences(
+    rows: figures.Rows, preset: sets.Preset, folder: str
+) -> str:
   runtimes.use_runtime(settings_lib.Settings(**settings_lib.COMMON))
   found = differences.run(rows)
   path = os.path.join(folder, 'differences.md')

@@ -1,11 +1,11 @@
 """The paper's claims, each with what was measured and a verdict."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments.reproduce import measures
 from experiments.reproduce.figures import Rows
-from experiments.reproduce.verdicts import plain, shown
+from experiments.reproduce.verdicts import Measured, Record, plain, shown
 
 
 class Claim(NamedTuple):
@@ -21,7 +21,7 @@ class Claim(NamedTuple):
   figure: str
   sentence: str
   published: str
-  measure: Callable[[Rows], tuple[dict[str, Any], str]]
+  measure: Callable[[Rows], tuple[Measured, str]]
 
 
 CLAIMS = (
@@ -120,7 +120,7 @@ CLAIMS = (
 )
 
 
-def judge(rows: dict[str, Rows]) -> list[dict[str, Any]]:
+def judge(rows: dict[str, Rows]) -> list[Record]:
   """All claims of the figures in `rows`."""
   found = []
   for claim in CLAIMS:
@@ -145,10 +145,10 @@ def table_line(cells: list[str]) -> str:
   return '| ' + ' | '.join(escaped) + ' |'
 
 
-def to_markdown(found: list[dict[str, Any]], heading: str) -> str:
+def to_markdown(found: list[Record], heading: str) -> str:
   """A table of claims, with what made which."""
   lines = [heading, '']
-  made = {}
+  made: dict[str, list[str]] = {}
   for claim in found:
     figures = made.setdefault(claim.get('made_by', 'not known'), [])
     if claim['figure'] not in figures:

@@ -4,7 +4,8 @@ The code is not run here. What it computes is written down in NumPy, or is a
 setting of ours, and compared with the paper's algorithm in our implementation.
 """
 
-from typing import Any
+from collections.abc import Callable
+import functools
 
 import numpy as np
 import tensorflow as tf
@@ -16,12 +17,15 @@ from experiments.reproduce.figures import Rows, last
 from experiments.settings import Settings
 import fednest_tff
 from fednest_tff.local import derivatives
+from fednest_tff.vector_space import Structure
 
 TERMS = (1, 5, 20, 100)
 _EPOCHS = 60  # of training before hypergradients are compared
 
 
-def paper_series(H: np.ndarray, b: np.ndarray, step: float, terms: int):
+def paper_series(
+    H: np.ndarray, b: np.ndarray, step: float, terms: int
+) -> np.ndarray:
   """The mean of Algorithm 3, step sum_{n < N} (I - step mean_i H_i)^n b.
 
   Args:
@@ -40,7 +44,9 @@ def paper_series(H: np.ndarray, b: np.ndarray, step: float, terms: int):
   return total
 
 
-def authors_series(H: np.ndarray, b: np.ndarray, step: float, terms: int):
+def authors_series(
+    H: np.ndarray, b: np.ndarray, step: float, terms: int
+) -> np.ndarray:
   """step [b + sum_{n=1..N} 1/n mean_i (I - step H_i)^n b].
 
   Every client goes on with a term of its own, so powers of the clients' own
@@ -63,7 +69,7 @@ def authors_series(H: np.ndarray, b: np.ndarray, step: float, terms: int):
   return total
 
 
-def series_errors(terms: tuple[int, ...] = TERMS) -> dict[str, Any]:
+def series_errors(terms: tuple[int, ...] = TERMS) -> dict[str, float]:
   """|p - p*| / |p*| of both series over different clients, kappa_g about 3."""
   case = quadratics.Quadratics(dim=20, curvature=(0.4, 1.6), noise=0.5)
   H, b = case.A.mean(axis=1)[:, 0], -case.means[2][0]
@@ -77,12 +83,12 @@ def series_errors(terms: tuple[int, ...] = TERMS) -> dict[str, Any]:
   return found
 
 
-def _flat(a) -> np.ndarray:
+def _flat(a: Structure) -> np.ndarray:
   leaves = tf.nest.flatten(a)
   return np.concatenate([np.ravel(t) for t in leaves]).astype(np.float64)
 
 
-def _like(vector: np.ndarray, a):
+def _like(vector: np.ndarray, a: Structure) -> Structure:
   """The structure of `a` with the numbers of `vector`."""
   leaves = tf.nest.flatten(a)
   ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
@@ -93,7 +99,9 @@ def _like(vector: np.ndarray, a):
   return tf.nest.pack_sequence_as(a, parts)
 
 
-def _hessian(function, y) -> np.ndarray:
+def _hessian(
+    function: Callable[[Structure], tf.Tensor], y: Structure
+) -> np.ndarray:
   """All columns, a Hessian-vector product each."""
   size = sum(leaf.size for leaf in tf.nest.flatten(y))
 
@@ -107,7 +115,12 @@ def _hessian(function, y) -> np.ndarray:
 
 
 def hypergradients(
-    problem: fednest_tff.Problem, clients: list, x, y, step: float, terms: int
+    problem: fednest_tff.Problem,
+    clients: list[Structure],
+    x: Structure,
+    y: Structure,
+    step: float,
+    terms: int,
 ) -> dict[str, np.ndarray]:
   """grad f at (x, y) with p exact, by either series, and without p.
 
@@ -123,7 +136,7 @@ def hypergradients(
     A vector for 'exact', 'paper', 'code' and 'direct'.
   """
   x, at = (tf.nest.map_structure(tf.constant, v) for v in (x, y))
-  H, b, direct, inner_losses = [], [], [], []
+  hessians, gradients, direct_gradients, inner_losses = [], [], [], []
   for examples in clients:
     inner, outer = problem.split(examples)
 
@@ -134,10 +147,15 @@ def hypergradients(
       return problem.inner_loss(x, y, problem.representation(x, batch))
 
     inner_losses.append(g)
-    H.append(_hessian(lambda v, g=g: g(x, v), y))
-    b.append(_flat(derivatives.gradient(lambda v, f=f: f(x, v), at)))
-    direct.append(_flat(derivatives.gradient(lambda v, f=f: f(v, at), x)))
-  H, b, direct = np.array(H), np.mean(b, axis=0), np.mean(direct, axis=0)
+    hessians.append(_hessian(functools.partial(g, x), y))
+    gradients.append(
+        _flat(derivatives.gradient(functools.partial(f, x), at))
+    )
+    direct_gradients.append(
+        _flat(derivatives.gradient(functools.partial(f, y=at), x))
+    )
+  H, b = np.array(hessians), np.mean(gradients, axis=0)
+  direct = np.mean(direct_gradients, axis=0)
   found = {'direct': direct}
   for name, p in (
       ('exact', np.linalg.solve(H.mean(axis=0), b)),
@@ -153,9 +171,9 @@ def hypergradients(
   return found
 
 
-def on_digits(epochs: int = _EPOCHS, hidden: int = 16) -> dict[str, Any]:
+def on_digits(epochs: int = _EPOCHS, hidden: int = 16) -> dict[str, float]:
   """Cosine with, and size against, the exact hypergradient of digits."""
-  settings = Settings(**(image_clients.DATA | nested.METHOD | dict(
+  settings = Settings(**(image_clients.DATA | dict(
       partition='shards', num_clients=10, clients_per_round=10, batch_size=32,
       inner_local_epochs=5, inner_learning_rate=0.02, outer_learning_rate=0.02,
       neumann_terms=5, ihgp='truncated',
@@ -187,11 +205,11 @@ def on_digits(epochs: int = _EPOCHS, hidden: int = 16) -> dict[str, Any]:
   return shown
 
 
-def _difference(text: str, measured: dict[str, Any]) -> dict[str, Any]:
+def _difference(text: str, measured: verdicts.Measured) -> verdicts.Record:
   return dict(difference=text, measured=measured)
 
 
-def _accuracies(rows: Rows, names: dict[str, str]) -> dict[str, Any]:
+def _accuracies(rows: Rows, names: dict[str, str]) -> verdicts.Measured:
   """The last test accuracy of runs, called by `names`."""
   return {
       f'{partition}, {label}': verdicts.final(
@@ -203,7 +221,7 @@ def _accuracies(rows: Rows, names: dict[str, str]) -> dict[str, Any]:
   }
 
 
-def run(rows: Rows) -> list[dict[str, Any]]:
+def run(rows: Rows) -> list[verdicts.Record]:
   """All differences with what they change.
 
   Args:
@@ -280,7 +298,7 @@ def run(rows: Rows) -> list[dict[str, Any]]:
   ]
 
 
-def to_markdown(found: list[dict[str, Any]], heading: str) -> str:
+def to_markdown(found: list[verdicts.Record], heading: str) -> str:
   """A table of differences."""
   lines = [heading, '', '| difference | measured |', '| --- | --- |']
   for one in found:

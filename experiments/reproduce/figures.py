@@ -4,44 +4,47 @@ Each function takes the rows of a figure's runs, as `sets.runs_of` names them,
 and a path.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import os
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import matplotlib
+import numpy as np
 
 from experiments.reproduce import sets
-from fednest_tff import simulation
+from fednest_tff import registry, simulation
 from fednest_tff.simulation import plots
 
-# For a key of `sets.runs_of`, one list of rows per seed.
-Rows = dict[Any, list[list[dict[str, Any]]]]
+if TYPE_CHECKING:  # Otherwise imported after the backend is chosen.
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
 
-NAMES = {
-    'fednest': 'FedNest',
-    'lfednest': 'LFedNest',
-    'fednest_sgd': 'FedNest$_{SGD}$',
-    'lfednest_svrg': 'LFedNest$_{SVRG}$',
-    'lfednest_nonalt': 'LFedNest-NonAlt',
-    'fedavg_s': 'FedAvg-S',
-}
+# One list of rows per seed.
+Runs: TypeAlias = list[list[simulation.Row]]
+# The runs for a key of `sets.runs_of`.
+Rows: TypeAlias = dict[sets.Key, Runs]
+
+NAMES = {name: registry.get_method(name).label
+         for name in registry.method_names()}
 _PARTITIONS = {'iid': 'iid', 'shards': 'non-iid'}
 _ROUNDS = 'communication_rounds'
 _LABELS = {'epoch': 'epochs', _ROUNDS: 'communication rounds'}
 
 
-def _new(rows: int = 1, columns: int = 1, **options):
+def _new(
+    rows: int = 1, columns: int = 1, sharex: bool = False, sharey: bool = False
+) -> tuple['Figure', np.ndarray]:
   matplotlib.use('Agg')
   import matplotlib.pyplot as plt  # after the backend is chosen
 
   size = (4.6 * columns, 3.2 * rows + 0.7)
   return plt.subplots(
       rows, columns, figsize=size, layout='constrained', squeeze=False,
-      **options,
+      sharex=sharex, sharey=sharey,
   )
 
 
-def _save(figure, path: str) -> str:
+def _save(figure: 'Figure', path: str) -> str:
   import matplotlib.pyplot as plt
 
   temporary = f'{path}.tmp.png'
@@ -53,7 +56,13 @@ def _save(figure, path: str) -> str:
   return f'{path}.png'
 
 
-def _panel(axes, rows: Rows, names: dict, curve: simulation.Curve, x: str):
+def _panel(
+    axes: 'Axes',
+    rows: Rows,
+    names: dict[sets.Key, str],
+    curve: simulation.Curve,
+    x: str,
+) -> None:
   """Draws the runs that have rows; says in the legend which diverged."""
   ends = {
       key: [run[-1]['epoch'] if run else 0 for run in rows[key]]
@@ -72,7 +81,7 @@ def _panel(axes, rows: Rows, names: dict, curve: simulation.Curve, x: str):
   axes.set_ylabel(curve.label)
 
 
-def _legend(figure, axes, columns: int) -> None:
+def _legend(figure: 'Figure', axes: np.ndarray, columns: int) -> None:
   """Below the panels, where no curve is."""
   handles, labels = axes[0, 0].get_legend_handles_labels()
   figure.legend(
@@ -87,14 +96,16 @@ _BALANCED = simulation.Curve(
 )
 
 
-def _by_partition(methods) -> dict:
+def _by_partition(methods: Sequence[str]) -> dict[sets.Key, str]:
   return {
       (method, partition): f'{NAMES[method]}, {text}'
       for method in methods for partition, text in _PARTITIONS.items()
   }
 
 
-def _one_panel(names: dict, curve: simulation.Curve, x: str):
+def _one_panel(
+    names: dict[sets.Key, str], curve: simulation.Curve, x: str
+) -> Callable[[Rows, str], str]:
   """A function that draws a figure of one panel."""
 
   def draw(rows: Rows, path: str) -> str:
@@ -118,7 +129,7 @@ def figure_2c(rows: Rows, path: str) -> str:
   return _save(figure, path)
 
 
-def last(runs: list, column: str) -> list[float]:
+def last(runs: Runs, column: str) -> list[float]:
   """The last value of a column, seed by seed, of those that have one."""
   values = [[row[column] for row in rows if column in row] for rows in runs]
   return [found[-1] for found in values if found]

@@ -4,12 +4,17 @@ Each function takes the rows of a figure's runs, as `sets.runs_of` names them
 (or returns such a function), and gives the numbers and a verdict.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
+from experiments.reproduce.figures import Rows, Runs
 from experiments.reproduce.verdicts import (
     FAILS,
     HOLDS,
     MUCH,
+    Measured,
+    Value,
     at_same_rounds,
     best,
     final,
@@ -22,13 +27,16 @@ from experiments.reproduce.verdicts import (
     variation,
     worst,
 )
+from fednest_tff.simulation import Row
 
 ACCURACY = 'test_accuracy'
 BALANCED = 'balanced_accuracy'
+# From the rows of a figure to the numbers and the verdict of a claim.
+Measure = Callable[[Rows], tuple[Measured, str]]
 _ROUNDING = 1e-24  # Squared distances below are as good as 0.
 
 
-def both_do_well_iid(rows):
+def both_do_well_iid(rows: Rows) -> tuple[Measured, str]:
   """FedNest and LFedNest on iid clients: at most two points apart."""
   nested, light = (
       final(rows[method, 'iid'], ACCURACY)
@@ -37,7 +45,7 @@ def both_do_well_iid(rows):
   return {'FedNest': nested, 'LFedNest': light}, is_near(nested, light, 0.02)
 
 
-def shards_as_iid(rows):
+def shards_as_iid(rows: Rows) -> tuple[Measured, str]:
   """FedNest on label shards: at most a point below iid clients."""
   iid, shards = (
       final(rows['fednest', part], ACCURACY) for part in ('iid', 'shards')
@@ -45,7 +53,7 @@ def shards_as_iid(rows):
   return {'iid': iid, 'shards': shards}, is_as_good(shards, iid)
 
 
-def better_than_light(rows):
+def better_than_light(rows: Rows) -> tuple[Measured, str]:
   """FedNest against LFedNest on label shards."""
   nested, light = (
       final(rows[method, 'shards'], ACCURACY)
@@ -59,25 +67,27 @@ def better_than_light(rows):
   return found, is_larger(nested, light, MUCH)
 
 
-def _with_and_without_svrg(rows, partition, column):
+def _with_and_without_svrg(
+    rows: Rows, partition: str, column: str
+) -> list[Value]:
   keys = [(method, partition) for method in ('fednest', 'fednest_sgd')]
   return at_same_rounds(rows, keys, column)
 
 
-def svrg(column):
+def svrg(column: str) -> Measure:
   """FedNest against FedNest_SGD on label shards, at equal rounds."""
 
-  def measure(rows):
+  def measure(rows: Rows) -> tuple[Measured, str]:
     with_it, without = _with_and_without_svrg(rows, 'shards', column)
     return {'SVRG': with_it, 'SGD': without}, is_larger(with_it, without)
 
   return measure
 
 
-def svrg_gains(column):
+def svrg_gains(column: str) -> Measure:
   """What SVRG adds on label shards against what it adds on iid clients."""
 
-  def measure(rows):
+  def measure(rows: Rows) -> tuple[Measured, str]:
     iid, shards = (
         gain(*_with_and_without_svrg(rows, partition, column))
         for partition in ('iid', 'shards')
@@ -88,9 +98,10 @@ def svrg_gains(column):
   return measure
 
 
-def larger_tau(rows):
+def larger_tau(rows: Rows) -> tuple[Measured, str]:
   """The larger tau of FedOut against tau = 1, at equal rounds."""
-  found, verdicts = {}, []
+  found: dict[str, Value] = {}
+  verdicts = []
   taus = sorted({tau for tau, _ in rows})
   for part in ('iid', 'shards'):
     keys = [(tau, part) for tau in taus]
@@ -100,7 +111,7 @@ def larger_tau(rows):
   return found, worst(*verdicts)
 
 
-def near_centralised(rows):
+def near_centralised(rows: Rows) -> tuple[Measured, str]:
   """Tuned clients: at most two points below a centralised bilevel run."""
   nested = final(rows['fednest', 'iid'], BALANCED)
   central = final(rows['centralised'], BALANCED)
@@ -108,10 +119,10 @@ def near_centralised(rows):
   return found, is_as_good(nested, central, 0.02)
 
 
-def better_than_untuned(untuned):
+def better_than_untuned(untuned: str) -> Measure:
   """Tuned clients against the run called `untuned`."""
 
-  def measure(rows):
+  def measure(rows: Rows) -> tuple[Measured, str]:
     tuned, other = (
         final(rows[key], BALANCED) for key in (('fednest', 'iid'), untuned)
     )
@@ -124,7 +135,7 @@ def better_than_untuned(untuned):
 _VARIABLES = ('x_distance', 'y_distance')
 
 
-def _decay(rows: list, column: str) -> tuple[float, float, float]:
+def _decay(rows: list[Row], column: str) -> tuple[float, float, float]:
   """First and last squared distance, and R^2 of a line through its logarithm.
 
   The line is fitted down to where rounding begins.
@@ -141,11 +152,12 @@ def _decay(rows: list, column: str) -> tuple[float, float, float]:
   return float(squares[0]), float(squares[-1]), float(fit)
 
 
-def linear(partial):
+def linear(partial: bool) -> Measure:
   """Of x and of y, and of all seeds, the worst counts."""
 
-  def measure(rows):
-    found, verdicts = {}, []
+  def measure(rows: Rows) -> tuple[Measured, str]:
+    found: dict[str, float] = {}
+    verdicts = []
     for spread in (1.0, 10.0):
       decays = [
           _decay(run, column)
@@ -165,17 +177,20 @@ def linear(partial):
   return measure
 
 
-def _squared_distance(runs):
+def _squared_distance(runs: Runs) -> Value:
   """|x - x*|^2 + |y - y*|^2 at the end."""
   ends = [run[-1] for run in runs if run]
   return over_seeds([sum(end[c] ** 2 for c in _VARIABLES) for end in ends])
 
 
-def compare_saddle(better, worse, partial, factor=2.0):
+def compare_saddle(
+    better: str, worse: str, partial: bool, factor: float = 2.0
+) -> Measure:
   """Whether the one ends nearer to the saddle point, by `factor`."""
 
-  def measure(rows):
-    found, verdicts = {}, []
+  def measure(rows: Rows) -> tuple[Measured, str]:
+    found: dict[str, Value] = {}
+    verdicts = []
     for spread in (1.0, 10.0):
       values = {
           f's = {spread:g}: {method}': _squared_distance(
@@ -184,14 +199,14 @@ def compare_saddle(better, worse, partial, factor=2.0):
           for method in (better, worse)
       }
       found |= values
-      means = (max(value.mean, _ROUNDING) for value in values.values())
-      verdicts.append(is_smaller(*means, factor))
+      one, other = (max(v.mean, _ROUNDING) for v in values.values())
+      verdicts.append(is_smaller(one, other, factor))
     return found, worst(*verdicts)
 
   return measure
 
 
-def alternation(rows):
+def alternation(rows: Rows) -> tuple[Measured, str]:
   """LFedNest and LFedNest_SVRG against LFedNest-NonAlt."""
   values = {
       method: final(rows[method], ACCURACY)
@@ -207,7 +222,7 @@ def alternation(rows):
   return values | highest, verdict
 
 
-def light_svrg(rows):
+def light_svrg(rows: Rows) -> tuple[Measured, str]:
   """LFedNest_SVRG against LFedNest."""
   svrg, sgd = (
       final(rows[method], ACCURACY) for method in ('lfednest_svrg', 'lfednest')
@@ -215,7 +230,7 @@ def light_svrg(rows):
   return {'with SVRG': svrg, 'without': sgd}, is_larger(svrg, sgd)
 
 
-def small_steps(rows):
+def small_steps(rows: Rows) -> tuple[Measured, str]:
   """Whether LFedNest keeps what it reached, and keeps up with FedNest."""
   step = min(step for step, _ in rows)
   light, nested = (
@@ -229,7 +244,7 @@ def small_steps(rows):
   )
 
 
-def large_steps(rows):
+def large_steps(rows: Rows) -> tuple[Measured, str]:
   """FedNest against LFedNest at equal rounds."""
   step = max(step for step, _ in rows)
   keys = [(step, 'fednest'), (step, 'lfednest')]
@@ -237,7 +252,7 @@ def large_steps(rows):
   return {'FedNest': nested, 'LFedNest': light}, is_larger(nested, light)
 
 
-def steadier(rows):
+def steadier(rows: Rows) -> tuple[Measured, str]:
   """Accuracy varies less with SVRG (twice) and with FedOut."""
   step = max(step for step, _ in rows)
   found = {

@@ -27,7 +27,9 @@ import fednest_tff
 KINDS = ('bilevel', 'minimax', 'compositional', 'single_level')
 
 
-def _spd(rng: np.random.Generator, size: tuple, dim: int, top: float):
+def _spd(
+    rng: np.random.Generator, size: tuple[int, ...], dim: int, top: float
+) -> np.ndarray:
   """Matrices with eigenvalues from 0 to `top` in random directions."""
   basis = np.linalg.qr(rng.normal(size=(*size, dim, dim)))[0]
   return basis * np.linspace(0, top, dim) @ np.swapaxes(basis, -1, -2)
@@ -251,12 +253,14 @@ def ihgp_variance(case: Quadratics, terms: int) -> float:
   return float(np.sum(second - mean**2))
 
 
-def _local_operators(case: Quadratics, beta: float, steps: int):
+def _local_operators(
+    case: Quadratics, beta: float, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
   """(I - beta A_i)^tau and S_i = beta sum_{nu < tau} (I - beta A_i)^nu."""
   A = case.A.mean(axis=1)[:, 0]
   contraction = np.eye(A.shape[-1]) - beta * A
   powers = [np.linalg.matrix_power(contraction, nu) for nu in range(steps + 1)]
-  return powers[-1], beta * sum(powers[:-1])
+  return powers[-1], beta * sum(powers[:-1], np.zeros_like(A))
 
 
 def inner_rate(case: Quadratics, beta: float, steps: int) -> float:

@@ -6,11 +6,16 @@ and with steps that suit them; `tuned` is described in its own preset files.
 """
 
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from absl import flags
 
 from experiments import hyper_representation, loss_tuning, minimax, program
+from experiments.settings import Flags
+
+# The key of a run among those of a figure: a text, or a tuple of texts and
+# numbers.
+Key: TypeAlias = Any
 
 PRESETS = ('quick', 'paper', 'tuned')
 FIGURES = ('2a', '2b', '2c', '3a', '3b', '4', '5', '6')
@@ -37,7 +42,7 @@ class Run(NamedTuple):
 
   name: str
   experiment: program.Experiment
-  given: dict[str, Any]
+  given: Flags
 
 
 class Preset(NamedTuple):
@@ -57,16 +62,16 @@ class Preset(NamedTuple):
 
   name: str
   seeds: int
-  hyper: dict[str, Any]
-  tuning: dict[str, Any]
-  saddle: dict[str, Any]
+  hyper: Flags
+  tuning: Flags
+  saddle: Flags
   partial: int
   step_epochs: int
   outer_steps: tuple[float, ...]
   tau: int = 5
 
 
-def read_flag_file(name: str) -> dict[str, Any]:
+def read_flag_file(name: str) -> Flags:
   """The settings in a file of `experiments/presets/`."""
   path = os.path.join(_FOLDER, f'{name}.flags')
   arguments = flags.FLAGS.read_flags_from_files([f'--flagfile={path}'])
@@ -120,7 +125,9 @@ def make_preset(name: str, data_dir: str | None, seeds: int | None) -> Preset:
   return Preset(name, seeds or 3, hyper, tuning, saddle, 50, 150, OUTER_STEPS)
 
 
-def _hyper(preset, method, partition, **given) -> Run:
+def _hyper(
+    preset: Preset, method: str, partition: str, **given: object
+) -> Run:
   tail = ''.join(f'-{key}={value}' for key, value in given.items())
   return Run(
       f'hyper-{partition}-{method}{tail}',
@@ -129,7 +136,9 @@ def _hyper(preset, method, partition, **given) -> Run:
   )
 
 
-def _tuning(preset, method, partition, **given) -> Run:
+def _tuning(
+    preset: Preset, method: str, partition: str, **given: object
+) -> Run:
   tail = ''.join(f'-{key}' for key in given)
   settings = preset.tuning | dict(method=[method], partition=partition) | given
   if given.get('centralised'):
@@ -144,7 +153,7 @@ def _tuning(preset, method, partition, **given) -> Run:
   )
 
 
-def _saddle(preset, method, spread, partial) -> Run:
+def _saddle(preset: Preset, method: str, spread: float, partial: bool) -> Run:
   settings = preset.saddle | dict(method=[method], spread=spread)
   if partial:
     settings['clients_per_round'] = preset.partial
@@ -154,15 +163,15 @@ def _saddle(preset, method, spread, partial) -> Run:
   )
 
 
-def _differences(preset) -> dict[Any, Run]:
+def _differences(preset: Preset) -> dict[Key, Run]:
   """Settings of the authors' code beside those of the preset."""
-  variants = {
+  variants: dict[str, Flags] = {
       'base': {},
       'truncated': dict(ihgp='truncated'),
       'plain': dict(standardize=False),
       'split': dict(inner_fraction=0.8),
   }
-  found = {
+  found: dict[Key, Run] = {
       (name, partition): _hyper(
           preset, 'fednest', partition,
           epochs=min(100, preset.hyper['epochs']), **given,
@@ -193,8 +202,9 @@ def _differences(preset) -> dict[Any, Run]:
   return found
 
 
-def runs_of(figure: str, preset: Preset) -> dict[Any, Run]:
+def runs_of(figure: str, preset: Preset) -> dict[Key, Run]:
   """The runs of a figure; keys are what its drawing and claims ask for."""
+  found: dict[Key, Run]
   if figure == '2a':
     return {
         (method, partition): _hyper(preset, method, partition)

@@ -5,14 +5,17 @@ caller: the bias of FedIHGP (Lemma 2.2), the gradient over K epochs (Corollaries
 3.1-3.3, Theorem 3.2), and FedInn against FedAvg on the inner problem.
 """
 
+from collections.abc import Callable, Sequence
 import math
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from experiments.reproduce import quadratics, theory_report
 from experiments.reproduce.quadratics import KINDS, Quadratics
+from experiments.reproduce.verdicts import Record
+from experiments.settings import Flags
 import fednest_tff
 
 draw, claims = theory_report.draw, theory_report.claims
@@ -28,7 +31,11 @@ _SHORT = 128  # Runs shorter than this are repeated to this many epochs.
 _ROUNDING = 1e-26
 
 
-def _iterates(process, datasets, steps: int) -> np.ndarray:
+def _iterates(
+    process: fednest_tff.NestedProcess,
+    datasets: list[tf.data.Dataset],
+    steps: int,
+) -> np.ndarray:
   """p after each round of one call of FedIHGP, none of them left out.
 
   The stochastic product would stop at its N'; here it goes on, so that all
@@ -37,22 +44,26 @@ def _iterates(process, datasets, steps: int) -> np.ndarray:
   state, found = process.initialize(), []
   for _ in range(steps):
     state = process.next(state, datasets).state
-    state = state._replace(
-        solver=state.solver._replace(products_left=np.int32(1))
-    )
-    found.append(state.solver.p[0])
+    own = state.method
+    solver = own.solver._replace(products_left=np.int32(1))
+    state = state._replace(method=own._replace(solver=solver))
+    found.append(solver.p[0])
   return np.array(found)
 
 
-def _draws(process, datasets, count: int) -> np.ndarray:
+def _draws(
+    process: fednest_tff.NestedProcess,
+    datasets: list[tf.data.Dataset],
+    count: int,
+) -> np.ndarray:
   """p of `count` calls of FedIHGP, with an N' and samples of their own."""
   state, found = process.initialize(), []
   for _ in range(count):
     state = process.next(state, datasets).state
-    while state.solver.products_left > 0:
+    while state.method.solver.products_left > 0:
       state = process.next(state, datasets).state
-    found.append(state.solver.p[0])
-    state = state.at(state.outer, state.inner)
+    found.append(state.method.solver.p[0])
+    state = fednest_tff.move_ihgp(state, state.outer, state.inner)
   return np.array(found)
 
 
@@ -62,7 +73,7 @@ def ihgp_bias(
     sampled_terms: tuple[int, ...] = (1, 2, 4),
     num_draws: int = 200,
     exact_terms: tuple[int, ...] = EXACT_TERMS,
-) -> dict[str, Any]:
+) -> Record:
   """How far p of FedIHGP is from H^-1 grad_y f, over N.
 
   With full batches the only randomness of 'stochastic' is N', so its mean and
@@ -95,13 +106,16 @@ def ihgp_bias(
   norm = float(np.linalg.norm(c))
   most = max(terms)
 
-  def build(ihgp, neumann_terms=most, **options):
+  def build(kind, terms=most, sample=None):
     return fednest_tff.build_fed_ihgp(
-        problem, smoothness=case.smoothness, neumann_terms=neumann_terms,
-        ihgp=ihgp, **options,
+        problem,
+        solver=fednest_tff.FederatedInverseHessian(
+            kind, terms, case.smoothness
+        ),
+        gradients=fednest_tff.GlobalGradients(sample),
     )
 
-  results = {
+  results: Record = {
       'N': list(terms),
       'condition': case.condition,
       'rate': 1 - 1 / case.condition,
@@ -133,10 +147,12 @@ def ihgp_bias(
     errors = np.linalg.norm(values - exact, axis=1)
     results['mean_error'].append(float(errors.mean()))
     results['variance'].append(float(((values - mean) ** 2).sum(1).mean()))
-  sampled = {'N': list(sampled_terms), 'means': [], 'bias': [], 'error': []}
+  sampled: Record = {
+      'N': list(sampled_terms), 'means': [], 'bias': [], 'error': []
+  }
   for N in sampled_terms:
     values = _draws(
-        build('stochastic', N, gradient_batch_size=1), datasets, num_draws
+        build('stochastic', N, sample=1), datasets, num_draws
     )
     mean, squares = values.mean(axis=0), values.var(axis=0, ddof=1) / num_draws
     sampled['means'].append(dict(p=mean.tolist(), squares=squares.tolist()))
@@ -145,19 +161,23 @@ def ihgp_bias(
   return results | {'sampled': sampled, 'num_draws': num_draws}
 
 
-def slope(epochs, values) -> float:
+def slope(epochs: Sequence[int], values: npt.ArrayLike) -> float:
   """The slope of a line through the logarithms."""
   return float(np.polyfit(np.log(epochs), np.log(values), 1)[0])
 
 
-def _mean_and_error(values) -> tuple[float, float]:
+def _mean_and_error(values: list[float]) -> tuple[float, float]:
   """The mean over seeds and its standard error (0 for one seed)."""
   count = len(values)
-  error = np.std(values, ddof=1) / math.sqrt(count) if count > 1 else 0.0
-  return float(np.mean(values)), float(error)
+  error = 0.0
+  if count > 1:
+    error = float(np.std(values, ddof=1)) / math.sqrt(count)
+  return float(np.mean(values)), error
 
 
-def build_slopes_process(case: Quadratics, kind: str, most_epochs: int):
+def build_slopes_process(
+    case: Quadratics, kind: str, most_epochs: int
+) -> tuple[fednest_tff.NestedProcess, int]:
   """FedNest with the step sizes of Theorem 3.1, for every K at once.
 
   alpha = 0.6 / sqrt(K) and beta = 4 alpha / T, each divided by tau_i = 2, with
@@ -182,14 +202,14 @@ def build_slopes_process(case: Quadratics, kind: str, most_epochs: int):
       math.log(case.condition * case.lipschitz * most_epochs**0.25)
       / -math.log(1 - 1 / case.condition)
   )
-  options = {}
+  options: Flags = {}
   if kind != 'single_level':
     options = dict(
         inner_learning_rate=lambda epoch: 4 * alpha(epoch) / rounds,
         inner_rounds=rounds,
         inner_local_steps=2,
     )
-  process = fednest_tff.build_fed_nest(
+  process = fednest_tff.build(
       case.problem(kind),
       outer_learning_rate=alpha,
       outer_local_steps=2,
@@ -227,7 +247,7 @@ def gradient_slopes(
     exponents: tuple[int, ...] = tuple(range(4, 11)),
     seeds: int = 12,
     kinds: tuple[str, ...] = KINDS,
-) -> dict[str, Any]:
+) -> Record:
   """The mean over k < K of |grad f(x_k)|^2, against K.
 
   The theory's bound has two terms of order 1/sqrt(K): (f(x_0) - f*) / (alpha
@@ -250,7 +270,7 @@ def gradient_slopes(
   case = quadratics.slopes_case(seeds)
   datasets = case.datasets()
   epochs = [2**e for e in exponents]
-  results = {'K': epochs, 'condition': case.condition, 'kinds': {}}
+  results: Record = {'K': epochs, 'condition': case.condition, 'kinds': {}}
   for kind in kinds:
     process, terms = build_slopes_process(case, kind, epochs[-1])
     paths = [
@@ -274,7 +294,7 @@ def inner_convergence(
     beta: float = 0.1,
     steps: int = 5,
     case: Quadratics | None = None,
-) -> dict[str, Any]:
+) -> Record:
   """|y - y*|^2 of FedInn and of LFedInn, which is FedAvg on g, at a fixed x.
 
   Gradients are exact, so client drift is all that is left.
@@ -292,12 +312,15 @@ def inner_convergence(
   """
   case = case or quadratics.inner_case()
   problem, datasets = case.problem('bilevel'), case.datasets()
-  results = {'steps': steps, 'rounds_per_call': {'fed_inn': 2, 'lfed_inn': 1}}
-  for name, build in (
-      ('fed_inn', fednest_tff.build_fed_inn),
-      ('lfed_inn', fednest_tff.build_lfed_inn),
-  ):
-    process = build(problem, inner_learning_rate=beta, inner_local_steps=steps)
+  results: Record = {
+      'steps': steps, 'rounds_per_call': {'fed_inn': 2, 'lfed_inn': 1}
+  }
+  builders: dict[str, Callable[..., fednest_tff.NestedProcess]] = {
+      'fed_inn': fednest_tff.build_fed_inn,
+      'lfed_inn': fednest_tff.build_lfed_inn,
+  }
+  for name, build in builders.items():
+    process = build(problem, inner=fednest_tff.LocalWork(beta, steps))
     state = process.initialize()
     x, found = np.asarray(state.outer), []
     solution = case.inner_solution(x)
@@ -319,7 +342,7 @@ def inner_convergence(
   }
 
 
-def run(preset: str, seeds: int) -> dict[str, Any]:
+def run(preset: str, seeds: int) -> Record:
   """All measurements.
 
   Args:

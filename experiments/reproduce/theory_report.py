@@ -1,12 +1,16 @@
 """What `theory` measured: its figure and its claims."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import matplotlib
 import numpy as np
+import numpy.typing as npt
 
-from experiments.reproduce.verdicts import FAILS, HOLDS, WEAKLY
+from experiments.reproduce.verdicts import FAILS, HOLDS, WEAKLY, Record
+
+if TYPE_CHECKING:  # Otherwise imported after the backend is chosen.
+  from matplotlib.axes import Axes
 
 _NAMES = {
     'bilevel': 'bilevel',
@@ -30,15 +34,23 @@ _STYLES = (
 _LEAST = 1e-13  # Below is rounding.
 
 
-def _line(axes, k: int, x, y, label: str, **options) -> None:
+def _line(
+    axes: 'Axes',
+    k: int,
+    x: npt.ArrayLike,
+    y: npt.ArrayLike,
+    label: str,
+    markevery: int | None = None,
+) -> None:
   line, marker, colour = _STYLES[k]
   axes.plot(
       x, y, linestyle=line, marker=marker, color=colour, label=label,
-      linewidth=1.5, markersize=5, markerfacecolor='white', **options,
+      linewidth=1.5, markersize=5, markerfacecolor='white',
+      markevery=markevery,
   )
 
 
-def _draw_bias(axes, bias: dict[str, Any]) -> None:
+def _draw_bias(axes: 'Axes', bias: Record) -> None:
   terms = bias['N']
   axes.plot(terms, bias['bound'], color='0.45', lw=2.5, label='bound')
   _line(axes, 0, terms, bias['stochastic'], 'stochastic, mean over $N\'$')
@@ -82,7 +94,7 @@ def _draw_bias(axes, bias: dict[str, Any]) -> None:
   )
 
 
-def _draw_slopes(axes, slopes: dict[str, Any]) -> None:
+def _draw_slopes(axes: 'Axes', slopes: Record) -> None:
   epochs = np.array(slopes['K'])
   highest = 0.0
   for k, (kind, fitted) in enumerate(slopes['kinds'].items()):
@@ -115,7 +127,7 @@ def _draw_slopes(axes, slopes: dict[str, Any]) -> None:
   )
 
 
-def _draw_inner(axes, inner: dict[str, Any]) -> None:
+def _draw_inner(axes: 'Axes', inner: Record) -> None:
   for k, (name, label) in enumerate((
       ('fed_inn', f'FedInn: factor {inner["rate"]:.3f} per call'),
       ('lfed_inn', 'LFedInn (FedAvg)'),
@@ -134,7 +146,7 @@ def _draw_inner(axes, inner: dict[str, Any]) -> None:
   axes.legend(frameon=False, fontsize=8)
 
 
-def draw(results: dict[str, Any], path: str) -> str:
+def draw(results: Record, path: str) -> str:
   """Draws the three measurements side by side.
 
   Args:
@@ -165,14 +177,16 @@ def draw(results: dict[str, Any], path: str) -> str:
   return f'{path}.png'
 
 
-def _claim(sentence: str, measured: dict, published: str, verdict: str):
+def _claim(
+    sentence: str, measured: Record, published: str, verdict: str
+) -> Record:
   return dict(
       figure='theory', claim=sentence, measured=measured, published=published,
       verdict=verdict,
   )
 
 
-def _judge_variance(bias: dict[str, Any]) -> tuple[dict, str, str]:
+def _judge_variance(bias: Record) -> tuple[Record, str, str]:
   """Fails if the exact variance is above its bound for any N tried.
 
   'Holds weakly' if it only grows with N (an exponent above 1/2) although the
@@ -206,7 +220,7 @@ def _judge_variance(bias: dict[str, Any]) -> tuple[dict, str, str]:
   return measured, published, verdict
 
 
-def _judge_bias(bias: dict[str, Any]) -> list[dict[str, Any]]:
+def _judge_bias(bias: Record) -> list[Record]:
   """Holds if no exact bias is above its bound, no sampled one by 3 errors."""
   ratios = np.array(bias['stochastic']) / np.array(bias['bound'])
   bounds = dict(zip(bias['N'], bias['bound'], strict=True))
@@ -247,7 +261,7 @@ def _judge_bias(bias: dict[str, Any]) -> list[dict[str, Any]]:
   ]
 
 
-def _judge_slope(kind: str, fitted: dict[str, Any]) -> dict[str, Any]:
+def _judge_slope(kind: str, fitted: Record) -> Record:
   """Holds at -0.45 or steeper; weakly if within 0.15 of -1/2.
 
   An upper bound is not broken by a steeper slope, and 0.05 is for the finite K.
@@ -273,7 +287,7 @@ def _judge_slope(kind: str, fitted: dict[str, Any]) -> dict[str, Any]:
   )
 
 
-def _judge_inner(inner: dict[str, Any]) -> dict[str, Any]:
+def _judge_inner(inner: Record) -> Record:
   """Holds if FedInn is linear to rounding and 1e6 below FedAvg's floor."""
   gap = inner['floor'] / max(inner['fed_inn'][-1], 1e-300)
   is_linear = abs(inner['rate'] / inner['predicted_rate'] - 1) < 0.05
@@ -296,7 +310,7 @@ def _judge_inner(inner: dict[str, Any]) -> dict[str, Any]:
   )
 
 
-def claims(results: dict[str, Any]) -> list[dict[str, Any]]:
+def claims(results: Record) -> list[Record]:
   """The theory's claims with what was measured; each rule is at its function.
 
   Args:

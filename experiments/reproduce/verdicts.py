@@ -4,11 +4,19 @@ A difference counts as clear if it is large enough and twice its standard error
 over the seeds (with one seed, the first alone).
 """
 
+from collections.abc import Mapping
 import math
 import statistics
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from experiments.reproduce.figures import Rows, last
+from experiments.reproduce.figures import Rows, Runs, last
+from experiments.reproduce.sets import Key
+
+# What JSON can hold, by name: texts, numbers, and lists and dictionaries of
+# them.
+Record: TypeAlias = dict[str, Any]
+# What was measured for a claim, by name.
+Measured: TypeAlias = Mapping[str, 'Value | float']
 
 HOLDS, WEAKLY, FAILS = 'holds', 'holds weakly', 'does not hold'
 # How many points of accuracy are better, and how many are much better.
@@ -20,7 +28,7 @@ class Value(NamedTuple):
 
   mean: float
   deviation: float
-  count: int
+  count: int  # type: ignore[assignment]  # It hides `tuple.count`.
 
   def shown(self) -> str:
     if self.count > 1:
@@ -37,19 +45,19 @@ def over_seeds(numbers: list[float]) -> Value:
   )
 
 
-def final(runs: list, column: str) -> Value:
+def final(runs: Runs, column: str) -> Value:
   """A column's last values; 0 where it diverged before it had one."""
   found = last(runs, column)
   return over_seeds(found + [0.0] * (len(runs) - len(found)))
 
 
-def best(runs: list, column: str) -> Value:
+def best(runs: Runs, column: str) -> Value:
   """A column's largest values."""
   values = [[row[column] for row in rows if column in row] for rows in runs]
   return over_seeds([max(found) for found in values if found])
 
 
-def at_rounds(runs: list, column: str, rounds: int) -> Value:
+def at_rounds(runs: Runs, column: str, rounds: int) -> Value:
   """A column when so many communication rounds were over."""
   found = []
   for rows in runs:
@@ -61,7 +69,7 @@ def at_rounds(runs: list, column: str, rounds: int) -> Value:
   return over_seeds(found)
 
 
-def variation(runs: list, column: str) -> Value:
+def variation(runs: Runs, column: str) -> Value:
   """How much a column still varies in the last third of a run."""
   found = []
   for rows in runs:
@@ -106,7 +114,7 @@ def worst(*verdicts: str) -> str:
   return max(verdicts, key=order.index)
 
 
-def at_same_rounds(rows: Rows, keys: list, column: str) -> list[Value]:
+def at_same_rounds(rows: Rows, keys: list[Key], column: str) -> list[Value]:
   """The values of runs when the one with the fewest rounds is over.
 
   A run that diverged is shorter than the others. It does not cut them short: it
@@ -133,11 +141,11 @@ def is_smaller(a: float, b: float, factor: float = 2.0) -> str:
   return WEAKLY if a < b else FAILS
 
 
-def plain(value: Any) -> Any:
+def plain(value: Value | float) -> Record | float:
   """What JSON can hold."""
   return value._asdict() if isinstance(value, Value) else value
 
 
-def shown(value: Any) -> str:
+def shown(value: Value | float) -> str:
   """For people."""
   return value.shown() if isinstance(value, Value) else f'{value:.3g}'

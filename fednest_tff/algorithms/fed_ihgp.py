@@ -12,6 +12,9 @@ paper's randomly stopped product, the truncated Neumann sum, conjugate gradient
 (`local.inverse_hessian`) and the power iteration that estimates l.
 """
 
+import collections
+from collections.abc import Callable
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -19,17 +22,27 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff import vector_space
-from fednest_tff.algorithms import aggregation, rounds
-from fednest_tff.algorithms.federation import Federation
-from fednest_tff.local import client as client_lib
-from fednest_tff.local import (
-    inner_level,
-    inverse_hessian,
-    outer_level,
-    sampling,
+from fednest_tff import options, vector_space
+from fednest_tff.federated.aggregation import (
+    Aggregation,
+    GlobalGradients,
 )
-from fednest_tff.problems import Problem
+from fednest_tff.federated.method import HyperParameter, Numbers
+from fednest_tff.federated.rounds import (
+    Executor,
+    PointMessage,
+    Round,
+    ServerValue,
+    WeightedAnswer,
+)
+from fednest_tff.federated.types import ProblemTypes
+from fednest_tff.local import client as client_lib
+from fednest_tff.local import derivatives, inverse_hessian, sampling
+from fednest_tff.local.client import Client, ClientFeatures
+from fednest_tff.local.inverse_hessian import InverseHessian, SolverState
+from fednest_tff.local.sampling import Purpose
+from fednest_tff.options import option
+from fednest_tff.problems import Features, Problem
 from fednest_tff.vector_space import Structure
 
 _NOT_FINITE = (
@@ -37,23 +50,35 @@ _NOT_FINITE = (
     ' finite. Try a larger smoothness l (build_power_iteration estimates it),'
     ' fewer neumann_terms or a smaller inner_learning_rate'
 )
-
-# What a call's seed is used for; FedOut has the purposes 0 to 2.
-_STOP, _FIRST_ROUND = 3, 4
 # The weight of a client outside S_n relative to one inside: nothing next to 1
 # even in float64, and all there is if S_n is empty.
 _OUTSIDE = 1e-20
 
 
-class Product(NamedTuple):
-  """What clients need for a Hessian-vector product.
+@dataclasses.dataclass(frozen=True)
+class FederatedInverseHessian(InverseHessian):
+  """How H^-1 grad_y f is approximated in communication rounds.
+
+  Attributes:
+    participation: The share of the cohort in each of FedIHGP's S_n.
+    chains: S, how many independent chains run in the same rounds, each with
+      its own samples, S_n and N'; p is their mean, whose variance falls as
+      1 / S. Messages are S times as large.
+  """
+
+  participation: float = option('participation', 1.0)
+  chains: int = option('chains', 1)
+
+
+class ProductMessage(NamedTuple):
+  """The message before a Hessian-vector product.
 
   Attributes:
     outer: x.
     inner: y.
-    vector: v.
-    index: Which round of the call this is (int32), 0 for the gradient. Clients
-      answer with zeros, without computing, when it is negative.
+    vector: v, or a tuple of them, one per chain.
+    index: The number n of the round in its call (int32), 0 for the gradient. If
+      it is negative, clients answer with zeros and do not compute.
     seed: The call's seed.
   """
 
@@ -64,246 +89,315 @@ class Product(NamedTuple):
   seed: tf.Tensor
 
 
-class FedIHGP:
-  """FedIHGP inside a `tff.federated_computation`.
+class ProductRounds:
+  """The rounds of FedIHGP.
 
   Attributes:
-    solver: How p is made from b and products with H.
-    aggregations: How b and H v are averaged, by name.
-    rounds: Both rounds as computations of their own, by name.
-    server: The solver's steps, by name: 'ihgp_start', `(<b, l, seed> -> solver
-      state)`, and 'ihgp_advance', `(<solver state, H v, l> -> solver state)`.
+    gradient: b.
+    product: H v.
+    vector_type: Type of v: that of y, or a tuple with one per chain.
   """
 
   def __init__(
       self,
-      federated: Federation,
-      solver: inverse_hessian.Solver,
+      types: ProblemTypes,
+      gradients: GlobalGradients,
       participation: float = 1.0,
-      aggregator: aggregation.Factory | None = None,
+      may_be_unwanted: bool = False,
+      num_chains: int = 1,
   ):
-    """Traces what clients and server do.
+    """Traces the clients' computations.
 
     Args:
-      federated: The problem and its types.
-      solver: How p is made from b and products with H.
+      types: The problem's types.
+      gradients: The samples and the aggregator of b and H v.
       participation: The probability that a client of the cohort is in S_n,
         drawn anew in each round. An empty S_n means the whole cohort.
-      aggregator: Factory for b and H v; `None` for the plain mean.
+      may_be_unwanted: Whether a product's index can be negative.
+      num_chains: S.
     """
     if not 0.0 < participation <= 1.0:
       raise ValueError(
           f'`participation` must be in (0, 1]; got {participation!r}.'
       )
-    problem = federated.problem
-    inner, scalar = federated.inner_type, federated.scalar_type
-    self.solver = solver
+    problem = types.problem
+    nothing: Numbers = collections.OrderedDict()  # No metrics.
+    self._num_chains = num_chains
+    self._has_shares = participation < 1.0 and num_chains > 1
+    self.vector_type: ServerValue = types.inner
+    if num_chains > 1:
+      self.vector_type = (types.inner,) * num_chains
 
-    point_type = tff.to_type(
-        rounds.Point(federated.outer_type, inner, federated.seed_type)
-    )
-    product_type = tff.to_type(
-        Product(
-            federated.outer_type,
-            inner,
-            inner,
-            tff.TensorType(np.int32),
-            federated.seed_type,
-        )
-    )
-
-    def weight(client, seed, index):
-      if participation == 1.0:
-        return client.weight
-      own = client_lib.seed_of(client, seed, _FIRST_ROUND + 2 * index)
+    def share(
+        client: Client, seed: tf.Tensor, index: tf.Tensor | int
+    ) -> tf.Tensor:
+      """1 for a client in S_n, next to nothing outside."""
+      own = client_lib.seed_of(client, seed, sampling.neumann_cohort(index))
       is_in = tf.random.stateless_uniform([], own) < participation
-      return client.weight * tf.where(
-          is_in, tf.ones_like(client.weight), _OUTSIDE
-      )
+      return tf.where(is_in, tf.ones_like(client.weight), _OUTSIDE)
 
-    def sample(examples, client, seed, index):
-      purpose = _FIRST_ROUND + 2 * index + 1
-      return federated.sample(examples, client, seed, purpose)
+    def answer(
+        client: Client,
+        seed: tf.Tensor,
+        index: tf.Tensor | int,
+        compute: Callable[[int, Callable[[Features], Features]], Structure],
+    ) -> WeightedAnswer:
+      """The client's value, metrics and weight in round n = `index`.
 
-    def gradient(message, features, client):
-      part = sample(features.outer, client, message.seed, 0)
-      return outer_level.gradient_in_inner(
-          problem, message.outer, message.inner, part
-      )
+      Each of several chains has its own S_n, so that a client's share differs
+      between them: it is sent along, and the server divides by its mean.
+      """
 
-    def product(message, features, client):
-      def multiply():
-        part = sample(features.inner, client, message.seed, message.index)
-        return inner_level.hessian_product(
-            problem, message.outer, message.inner, message.vector, part
+      def sample(features: Features, chain_seed: tf.Tensor) -> Features:
+        return client_lib.sample(
+            client, features, gradients.batch_size, chain_seed,
+            sampling.neumann_sample(index),
         )
 
-      if solver.name != 'stochastic':  # Every product is wanted.
-        return multiply()
-      return tf.cond(
-          message.index >= 0,
-          multiply,
-          lambda: tf.nest.map_structure(tf.zeros_like, message.vector),
+      if num_chains == 1:
+        weight = client.weight
+        if participation < 1.0:
+          weight *= share(client, seed, index)
+        value = compute(0, functools.partial(sample, chain_seed=seed))
+        return value, nothing, weight
+      seeds = [
+          inverse_hessian.chain_seed(seed, k) for k in range(num_chains)
+      ]
+      values = tuple(
+          compute(k, functools.partial(sample, chain_seed=own))
+          for k, own in enumerate(seeds)
+      )
+      if not self._has_shares:
+        return values, nothing, client.weight
+      shares = tuple(share(client, own, index) for own in seeds)
+      scaled = tuple(map(vector_space.scale, shares, values))
+      return (scaled, shares), nothing, client.weight
+
+    @tff.tensorflow.computation(
+        PointMessage(types.outer, types.inner, types.seed),
+        types.features, types.client,
+    )
+    def client_gradient(
+        message: PointMessage, features: ClientFeatures, client: Client
+    ) -> WeightedAnswer:
+      x, y, seed = message
+      return answer(
+          client, seed, 0,
+          lambda chain, sample: derivatives.outer_gradient_in_inner(
+              problem, x, y, sample(features.outer)
+          ),
       )
 
-    client_types = federated.features_type, federated.client_type
-
-    @tff.tensorflow.computation(point_type, *client_types)
-    def client_gradient(point, features, client):
-      return gradient(point, features, client), weight(client, point.seed, 0)
-
-    @tff.tensorflow.computation(product_type, *client_types)
-    def client_product(message, features, client):
-      return (
-          product(message, features, client),
-          weight(client, message.seed, message.index),
-      )
-
-    @functools.cache  # Traced only if asked for: second derivatives take long.
-    def client_step():
-      @tff.tensorflow.computation(product_type, *client_types)
-      def step(message, features, client):
-        answer = tf.cond(
-            tf.equal(message.index, 0),
-            lambda: gradient(message, features, client),
-            lambda: product(message, features, client),
-        )
-        return answer, weight(client, message.seed, message.index)
-
-      return step
-
-    @tff.tensorflow.computation(inner, scalar, federated.seed_type)
-    def server_start(b, smoothness, seed):
-      return _checked(
-          solver.start(b, smoothness, sampling.fold_in(seed, _STOP))
-      )
-
-    self.solver_type = server_start.type_signature.result
-
-    @tff.tensorflow.computation(self.solver_type, inner, scalar)
-    def server_advance(state, product, smoothness):
-      return _checked(solver.advance(state, product, smoothness))
-
-    self._client_gradient = client_gradient
-    self._client_product = client_product
-    self._client_step = client_step
-    self.server_start = server_start
-    self.server_advance = server_advance
-    self.server = dict(ihgp_start=server_start, ihgp_advance=server_advance)
-    uniform = federated.uniform and participation == 1.0
-    self.aggregations = {
-        'ihgp': aggregation.Aggregation(
-            'gradient_aggregator', aggregator, inner, scalar, uniform
-        )
-    }
-    self.rounds = {
-        'ihgp_gradient': rounds.build_round(
-            federated,
-            self.aggregations['ihgp'],
-            point_type,
-            lambda state, message, there, clients: self.gradient_round(
-                state, there, federated.features(there.outer, clients), clients
-            ),
+    @tff.tensorflow.computation(
+        ProductMessage(
+            types.outer, types.inner, self.vector_type, np.int32, types.seed
         ),
-        'ihgp_product': rounds.build_round(
-            federated,
-            self.aggregations['ihgp'],
-            product_type,
-            lambda state, message, there, clients: self.product_round(
-                state, there, federated.features(there.outer, clients), clients
-            ),
-        ),
-    }
+        types.features, types.client,
+    )
+    def client_product(
+        message: ProductMessage, features: ClientFeatures, client: Client
+    ) -> WeightedAnswer:
+      x, y, vectors, index, seed = message
+      if num_chains == 1:
+        vectors = (vectors,)
 
-  def _mean(self, client_fn, state, message, features, clients):
-    answers = tff.federated_map(client_fn, (message, features, clients))
-    mean = self.aggregations['ihgp'](state, answers[0], answers[1])
-    return rounds.RoundOutput(mean.state, mean.value, {})
+      def multiply(
+          chain: int, sample: Callable[[Features], Features]
+      ) -> Structure:
+        vector = vectors[chain]
 
-  def gradient_round(
-      self, state, point, features, clients
-  ) -> rounds.RoundOutput:
-    """b (lines 3-6, without the factor N/l)."""
-    return self._mean(self._client_gradient, state, point, features, clients)
+        def product() -> Structure:
+          return derivatives.inner_hessian_product(
+              problem, x, y, vector, sample(features.inner)
+          )
 
-  def product_round(
-      self, state, message, features, clients
-  ) -> rounds.RoundOutput:
-    """H v (lines 11-16)."""
-    return self._mean(self._client_product, state, message, features, clients)
+        if not may_be_unwanted:
+          return product()
+        return tf.cond(
+            index >= 0,
+            product,
+            lambda: tf.nest.map_structure(tf.zeros_like, vector),
+        )
 
-  def step_round(
-      self, state, message, features, clients
-  ) -> rounds.RoundOutput:
-    """b if `message.index` is 0, else H v."""
-    return self._mean(self._client_step(), state, message, features, clients)
+      return answer(client, seed, index, multiply)
 
-  def __call__(self, state, x, y, smoothness, seed, features, clients):
-    """p after at most N rounds; those beyond N' leave it as it is.
+    value_type = client_gradient.type_signature.result[0]
+    shared = Aggregation(
+        'ihgp', types, value_type, 'gradient_aggregator',
+        gradients.aggregator,
+        uniform=participation == 1.0 or self._has_shares,
+    )
+    self.gradient = Round(
+        'ihgp_gradient', types, client_gradient, aggregation=shared
+    )
+    self.product = Round(
+        'ihgp_product', types, client_product, aggregation=shared
+    )
+
+  def means(self, value: Structure) -> Structure:
+    """The means over S_n, from a round's mean value; in TensorFlow."""
+    if not self._has_shares:
+      return value
+    scaled, shares = value
+    return tuple(map(vector_space.scale, [1 / s for s in shares], scaled))
+
+  def per_chain(self, vector: Structure) -> Structure:
+    """`vector`, once per chain if there are several."""
+    return vector if self._num_chains == 1 else (vector,) * self._num_chains
+
+
+class FedIHGP:
+  """FedIHGP (Algorithm 3) as a part of an epoch.
+
+  Attributes:
+    rounds: Its rounds.
+  """
+
+  def __init__(
+      self,
+      types: ProblemTypes,
+      solver: inverse_hessian.Solver,
+      gradients: GlobalGradients,
+      participation: float,
+  ):
+    """Traces the computations; see `ProductRounds`.
 
     Args:
-      state: States of `aggregations` by name, at the server.
-      x: The outer variable, at the clients already.
-      y: The inner variable, at the clients already.
-      smoothness: l, at the server.
-      seed: The call's seed, at the server and at the clients.
-      features: The cohort's features at x.
-      clients: The cohort.
-
-    Returns:
-      A `RoundOutput` whose value is p.
+      types: The problem's types.
+      solver: How p is made from b and products with H.
+      gradients: The samples and the aggregator of b and H v.
+      participation: The share of the cohort in each S_n.
     """
-    seed, seed_there = seed
-    output = self.gradient_round(
-        state['ihgp'], rounds.Point(x, y, seed_there), features, clients
+    rounds = ProductRounds(
+        types, gradients, participation, solver.stops_at_random,
+        solver.num_chains,
     )
-    solution = tff.federated_map(
-        self.server_start, (output.value, smoothness, seed)
+    self._solver = solver
+    self.rounds = self._gradient, self._product = (
+        rounds.gradient, rounds.product
     )
-    for n in range(1, self.solver.num_terms):
-      asked = tff.federated_broadcast(
-          tff.federated_map(self._build_ask(n), solution)
-      )
-      output = self.product_round(
-          output.state,
-          Product(x, y, asked[0], asked[1], seed_there),
-          features,
-          clients,
-      )
-      solution = tff.federated_map(
-          self.server_advance, (solution, output.value, smoothness)
-      )
-    return rounds.RoundOutput(dict(ihgp=output.state), solution.p, {})
+    l_type = smoothness_type(types, solver)
+    mean_type = rounds.gradient.client_work.type_signature.result[0]
+
+    @tff.tensorflow.computation(mean_type, l_type, types.seed)
+    def start(
+        b: Structure, smoothness: tf.Tensor, seed: tf.Tensor
+    ) -> SolverState:
+      seed = sampling.fold_in(seed, Purpose.NEUMANN_STOP)
+      return checked(solver.start(rounds.means(b), smoothness, seed))
+
+    state_type = start.type_signature.result
+
+    @tff.tensorflow.computation(state_type)
+    def ask(state: SolverState) -> tuple[Structure, tf.Tensor]:
+      return solver.vector(state), product_index(state)
+
+    @tff.tensorflow.computation(state_type, mean_type, l_type)
+    def advance(
+        state: SolverState, product: Structure, smoothness: tf.Tensor
+    ) -> SolverState:
+      product = rounds.means(product)
+      return checked(solver.advance(state, product, smoothness))
+
+    self._start, self._ask, self._advance = start, ask, advance
+
+  def __call__(
+      self, do: Executor, x: ServerValue, y: ServerValue,
+      smoothness: ServerValue, seed: ServerValue,
+  ) -> ServerValue:
+    """p at (x, y) from l and a seed, after at most N rounds.
+
+    In one computation all N rounds run, and those beyond N' leave p as it is.
+    """
+    b = do.round(self._gradient, PointMessage(x, y, seed)).value  # lines 3-6
+    solution = do.server(self._start, b, smoothness, seed)  # lines 1 and 7
+    for n in range(1, self._solver.num_terms):  # line 8
+      if do.is_zero(solution.products_left):
+        break
+      v, index = do.server(self._ask, solution)
+      message = ProductMessage(x, y, v, index, seed)
+      chance = self._solver.chance(n)
+      product = do.round(self._product, message, chance).value  # lines 9-16
+      solution = do.server(self._advance, solution, product, smoothness)
+    return solution.p
 
 
-  def _build_ask(self, n: int) -> tff.Computation:
-    """The n-th vector to multiply, and n or -1 if none is wanted."""
-
-    @tff.tensorflow.computation(self.solver_type)
-    def ask(state):
-      return self.solver.vector(state), product_index(state, n)
-
-    return ask
+def product_index(state: SolverState) -> tf.Tensor:
+  """The number of the next product, or -1 if none is wanted."""
+  return tf.where(state.products_left > 0, state.products_done + 1, -1)
 
 
-def solver_for(
-    problem: Problem, ihgp: str, neumann_terms: int
-) -> inverse_hessian.Solver | None:
-  """The solver that a problem needs: the one asked for, or a simpler one.
-
-  A compositional problem has H = I, so one term is exact; a problem that is not
-  implicit needs none.
-  """
-  solver = inverse_hessian.build_solver(ihgp, neumann_terms)
-  if problem.kind == 'compositional':
-    return inverse_hessian.build_solver('truncated', 1)
-  return solver if problem.is_implicit else None
-
-
-def _checked(state: inverse_hessian.SolverState) -> inverse_hessian.SolverState:
+def checked(state: SolverState) -> SolverState:
+  """`state`; running it fails unless p is finite."""
   return state._replace(p=vector_space.check_finite(state.p, _NOT_FINITE))
 
 
-def product_index(state: inverse_hessian.SolverState, n) -> tf.Tensor:
-  """n if the solver still wants its product, else -1."""
-  return tf.where(state.products_left > 0, n, -1)
+def solver_for(
+    problem: Problem, wanted: InverseHessian
+) -> inverse_hessian.Solver | None:
+  """The solver that a problem needs: the one asked for, or a simpler one.
+
+  With H = I no product is needed; a problem that is not implicit needs no
+  solver.
+  """
+  solver = build_solver(wanted)
+  if problem.hessian_is_identity:
+    return inverse_hessian.identity_solver()
+  return solver if problem.is_implicit else None
+
+
+def build_solver(wanted: InverseHessian) -> inverse_hessian.Solver:
+  """The solver that is asked for, with all its chains."""
+  solver = inverse_hessian.build_solver(wanted.kind, wanted.terms)
+  chains = getattr(wanted, 'chains', 1)
+  options.check_count('chains', chains)
+  if chains == 1:
+    return solver
+  return inverse_hessian.independent_chains(solver, chains)
+
+
+def smoothness_type(
+    types: ProblemTypes, solver: inverse_hessian.Solver | None
+) -> tff.Type:
+  """Type of l, which is empty if the solver does not need it."""
+  if solver is None or not solver.needs_smoothness:
+    return tff.to_type(())
+  return types.scalar
+
+
+def smoothness_hparams(
+    solver: inverse_hessian.Solver | None,
+    wanted: InverseHessian,
+    inner_learning_rate: HyperParameter | None = None,
+) -> dict[str, HyperParameter]:
+  """l as a hyper-parameter, if the solver needs it.
+
+  Args:
+    solver: The solver.
+    wanted: l, or `None` for 1 / beta at epoch 0. In the state that is 0, so
+      that l follows when beta is changed.
+    inner_learning_rate: beta; `None` if the method has none.
+
+  Returns:
+    The hyper-parameter `smoothness`, or nothing.
+  """
+  if wanted.smoothness is not None:
+    options.check_positive('smoothness', wanted.smoothness)
+  if solver is None or not solver.needs_smoothness:
+    return {}
+  if inner_learning_rate is None:
+    if wanted.smoothness is None:
+      raise ValueError(
+          f"`smoothness` (l) is needed for ihgp='{wanted.kind}';"
+          ' `build_power_iteration` estimates it.'
+      )
+    return dict(smoothness=HyperParameter(float(wanted.smoothness)))
+
+  def at(epoch: tf.Tensor, numbers: Numbers) -> tf.Tensor:
+    beta = numbers['inner_learning_rate']
+    if inner_learning_rate.at is not None:  # A schedule.
+      beta = inner_learning_rate.at(tf.zeros_like(epoch), numbers)
+    given = numbers['smoothness']
+    return tf.where(given > 0, given, 1 / beta)
+
+  return dict(smoothness=HyperParameter(float(wanted.smoothness or 0), at))

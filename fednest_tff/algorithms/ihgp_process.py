@@ -1,182 +1,181 @@
-"""FedIHGP as a process of its own, one communication round per `next`."""
+"""FedIHGP as an iterative process with one communication round per `next`."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import vector_space
-from fednest_tff.algorithms import aggregation, fed_ihgp, federation, rounds
-from fednest_tff.algorithms.federation import (
-    Federation,
-    at_clients,
-    at_server,
+from fednest_tff.algorithms import fed_ihgp
+from fednest_tff.algorithms.fed_ihgp import (
+  FederatedInverseHessian,
+  ProductMessage,
 )
-from fednest_tff.local import inverse_hessian, sampling
+from fednest_tff.federated import method, process
+from fednest_tff.federated.aggregation import GlobalGradients
+from fednest_tff.federated.process import NestedState
+from fednest_tff.federated.rounds import (
+    Executor,
+    Round,
+    ServerValue,
+    WeightedAnswer,
+)
+from fednest_tff.federated.types import ClientWeighting, ProblemTypes
+from fednest_tff.local import sampling
+from fednest_tff.local.client import Client, ClientFeatures
+from fednest_tff.local.sampling import Purpose
 from fednest_tff.problems import Problem
 from fednest_tff.vector_space import Structure
 
 
 class IHGPState(NamedTuple):
-  """State of the FedIHGP process.
+  """The method's part of the state.
 
   Attributes:
-    outer: x.
-    inner: y.
     step: Rounds done at this point (int32): 0, then 1 once b is there, ...
-    epoch: How many points there were before; N' is drawn anew for each.
-    seed: int64[2].
-    smoothness: l.
     solver: The solver's state; `solver.p` is the product so far, and
       `solver.products_left` the rounds still wanted.
-    aggregators: States of the aggregation processes, by name.
   """
 
-  outer: Structure
-  inner: Structure
-  step: Any
-  epoch: Any
-  seed: Any
-  smoothness: Any
-  solver: Any
-  aggregators: Any
+  step: ServerValue
+  solver: ServerValue
 
-  def at(self, outer: Structure, inner: Structure) -> 'IHGPState':
-    """This state, started anew at another point with another N'."""
-    return self._replace(
-        outer=outer,
-        inner=inner,
-        step=np.int32(0),
-        epoch=np.int32(self.epoch + 1),
+
+class IHGPSteps(method.Method):
+  """FedIHGP, of which each epoch is one round: b first, then products."""
+
+  def __init__(
+      self,
+      types: ProblemTypes,
+      wanted: FederatedInverseHessian,
+      gradients: GlobalGradients,
+  ):
+    solver = fed_ihgp.build_solver(wanted)
+    self._solver = solver
+    self._rounds = rounds = fed_ihgp.ProductRounds(
+        types, gradients, wanted.participation, solver.stops_at_random,
+        solver.num_chains,
+    )
+    message_type = rounds.product.message_type
+
+    @tff.tensorflow.computation(message_type, types.features, types.client)
+    def client_step(
+        message: ProductMessage, features: ClientFeatures, client: Client
+    ) -> WeightedAnswer:
+      return tf.cond(
+          tf.equal(message.index, 0),
+          lambda: rounds.gradient.client_work(
+              (message.outer, message.inner, message.seed), features, client
+          ),
+          lambda: rounds.product.client_work(message, features, client),
+      )
+
+    self._round = Round(
+        'ihgp_step', types, client_step, aggregation=rounds.product.aggregation
+    )
+    hparams = fed_ihgp.smoothness_hparams(solver, wanted)
+    l_type = fed_ihgp.smoothness_type(types, solver)
+
+    start = tff.tensorflow.computation(
+        solver.start, [rounds.vector_type, l_type, types.seed]
+    )
+    state_type = tff.to_type(
+        IHGPState(np.int32, start.type_signature.result)
     )
 
+    @tff.tensorflow.computation(state_type)
+    def ask(state: IHGPState) -> tuple[Structure, tf.Tensor]:
+      next_product = fed_ihgp.product_index(state.solver)
+      index = tf.where(tf.equal(state.step, 0), 0, next_product)
+      return solver.vector(state.solver), index
 
-def _replace_aggregators(state: tff.Value, aggregators: tff.Value) -> IHGPState:
-  """`state` at the server, field by field, with other aggregator states."""
-  names = IHGPState._fields
-  values = {name: getattr(state, name) for name in names}
-  return IHGPState(**(values | {'aggregators': aggregators}))
+    answer_type = client_step.type_signature.result[0]
+
+    @tff.tensorflow.computation(state_type, answer_type, l_type, types.seed)
+    def advance(
+        state: IHGPState,
+        answer: Structure,
+        smoothness: tf.Tensor,
+        seed: tf.Tensor,
+    ) -> tuple[IHGPState, tuple[tf.Tensor, tf.Tensor, tf.Tensor]]:
+      answer = rounds.means(answer)
+      seed = sampling.fold_in(seed, Purpose.NEUMANN_STOP)
+      after = fed_ihgp.checked(
+          tf.cond(
+              tf.equal(state.step, 0),
+              lambda: solver.start(answer, smoothness, seed),
+              lambda: solver.advance(state.solver, answer, smoothness),
+          )
+      )
+      metrics = state.step, after.products_left, vector_space.norm(after.p)
+      return IHGPState(state.step + 1, after), metrics
+
+    self._ask, self._advance = ask, advance
+    super().__init__(types, [self._round], hparams)
+
+  def initial_state(
+      self, x: Structure, y: Structure, numbers: method.Numbers, seed: tf.Tensor
+  ) -> Structure:
+    zero = self._rounds.per_chain(vector_space.zeros_like(y))
+    smoothness = numbers.get('smoothness', ())
+    return IHGPState(
+        tf.constant(0), self._solver.start(zero, smoothness, seed)
+    )
+
+  def epoch(
+      self, do: Executor, variables: method.Variables, plan: method.Plan
+  ) -> method.Variables:
+    x, y, state = variables
+    seed = plan.seeds[0]
+    v, index = do.server(self._ask, state)
+    answer = do.round(self._round, ProductMessage(x, y, v, index, seed)).value
+    state, metrics = do.server(
+        self._advance, state, answer, plan.numbers.get('smoothness', ()), seed
+    )
+    step, products_left, p_norm = metrics
+    do.measure(step=step, products_left=products_left, p_norm=p_norm)
+    return method.Variables(x, y, state)
+
+
+def move_ihgp(
+    state: NestedState, outer: Structure, inner: Structure
+) -> NestedState:
+  """A state of `build_fed_ihgp`, started anew at another point."""
+  return state._replace(
+      outer=outer, inner=inner, method=state.method._replace(step=np.int32(0))
+  )
 
 
 def build_fed_ihgp(
     problem: Problem,
     *,
-    smoothness: float,
-    neumann_terms: int = 5,
-    ihgp: str = 'stochastic',
-    client_weighting: Any = 'uniform',
-    gradient_batch_size: int | None = None,
-    gradient_aggregator: aggregation.Factory | None = None,
+    solver: FederatedInverseHessian,
+    gradients: GlobalGradients = GlobalGradients(),
+    client_weighting: ClientWeighting = 'uniform',
     seed: int = 0,
-) -> rounds.RoundsProcess:
+) -> process.NestedProcess:
   """FedIHGP as an iterative process, one communication round per `next`.
 
   The first `next` at a point takes the gradient, each further one a product, so
-  that a driver can give every round n a cohort S_n of its own. When the solver
-  is done (`state.solver.products_left` is 0), `next` leaves p as it is;
-  `state.at(x, y)` starts anew elsewhere.
-
-    initialize: `( -> IHGPState@SERVER)`
-    next: `(<IHGPState@SERVER, {dataset}@CLIENTS> ->
-            <state=IHGPState@SERVER, metrics=<...>@SERVER>)`
+  that every round n can have a cohort S_n drawn for it. When the solver is done
+  (`state.method.solver.products_left` is 0), `next` leaves
+  `state.method.solver.p` as it is; `move_ihgp` starts anew elsewhere.
 
   Args:
     problem: A bilevel or compositional problem.
-    smoothness: l, at least the largest eigenvalue of the inner Hessian.
-    neumann_terms: N (Algorithm 3, line 1).
-    ihgp: 'stochastic', 'truncated' or 'cg'.
+    solver: N (Algorithm 3, line 1), l and how they are used.
+    gradients: The samples and the aggregator of b and H v.
     client_weighting: See `build_fed_nest`.
-    gradient_batch_size: See `build_fed_nest`.
-    gradient_aggregator: See `build_fed_nest`.
     seed: Of the initial point and of all draws.
 
   Returns:
-    A `tff.templates.IterativeProcess` with `rounds`.
+    A `NestedProcess`.
   """
-  federated = Federation(problem, client_weighting, gradient_batch_size)
+  types = ProblemTypes(problem, client_weighting)
   if not problem.is_implicit:
     raise ValueError(
         f'`problem` is {problem.kind}: only bilevel and compositional problems'
         ' have an inverse-Hessian-gradient product.'
     )
-  federation.check_smoothness(smoothness)
-  stage = fed_ihgp.FedIHGP(
-      federated,
-      inverse_hessian.build_solver(ihgp, neumann_terms),
-      aggregator=gradient_aggregator,
-  )
-
-  @tff.tensorflow.computation
-  def initial_values():
-    scale = vector_space.scalar(smoothness, problem.scalar_dtype)
-    key = tf.constant([seed, 0], tf.int64)
-    inner = vector_space.tensors(problem.init_inner(seed))
-    return IHGPState(
-        outer=vector_space.tensors(problem.init_outer(seed)),
-        inner=inner,
-        step=tf.constant(0),
-        epoch=tf.constant(0),
-        seed=key,
-        smoothness=scale,
-        solver=stage.solver.start(vector_space.zeros_like(inner), scale, key),
-        aggregators=(),
-    )
-
-  @tff.federated_computation
-  def initialize():
-    values = tff.federated_eval(initial_values, tff.SERVER)
-    return tff.federated_zip(
-        _replace_aggregators(
-            values, aggregation.initial_states(stage.aggregations)
-        )
-    )
-
-  state_type = initialize.type_signature.result.member
-
-  @tff.tensorflow.computation(state_type)
-  def ask(state):
-    product_index = fed_ihgp.product_index(state.solver, state.step)
-    index = tf.where(tf.equal(state.step, 0), 0, product_index)
-    return fed_ihgp.Product(
-        state.outer,
-        state.inner,
-        stage.solver.vector(state.solver),
-        index,
-        sampling.fold_in(state.seed, state.epoch),
-    )
-
-  @tff.tensorflow.computation(state_type, federated.inner_type)
-  def take(state, answer):
-    key = sampling.fold_in(state.seed, state.epoch)
-    solver = tf.cond(
-        tf.equal(state.step, 0),
-        lambda: stage.server_start(answer, state.smoothness, key),
-        lambda: stage.server_advance(state.solver, answer, state.smoothness),
-    )
-    metrics = dict(
-        step=state.step,
-        products_left=solver.products_left,
-        p_norm=vector_space.norm(solver.p),
-    )
-    return state._replace(solver=solver, step=state.step + 1), metrics
-
-  @tff.federated_computation(
-      at_server(state_type), at_clients(federated.dataset_type)
-  )
-  def next_fn(state, datasets):
-    message = tff.federated_broadcast(tff.federated_map(ask, state))
-    clients = tff.federated_map(federated.read_client, datasets)
-    features = federated.features(message.outer, clients)
-    output = stage.step_round(
-        state.aggregators.ihgp, message, features, clients
-    )
-    taken = tff.federated_map(take, (state, output.value))
-    new_state = _replace_aggregators(
-        taken[0], tff.federated_zip(dict(ihgp=output.state))
-    )
-    return tff.learning.templates.LearningProcessOutput(
-        tff.federated_zip(new_state), taken[1]
-    )
-
-  return rounds.RoundsProcess(initialize, next_fn, stage.rounds, stage.server)
+  return process.build_process(IHGPSteps(types, solver, gradients), seed)

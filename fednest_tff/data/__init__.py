@@ -8,3 +8,16 @@ from fednest_tff.data.federated import (
 from fednest_tff.data.images import DataError, LabelledImages
 from fednest_tff.data.partitions import PARTITIONS, long_tail, partition
 from fednest_tff.data.sources import DATASETS, load
+
+__all__ = [
+    'DATASETS',
+    'PARTITIONS',
+    'ArrayClientData',
+    'DataError',
+    'FederatedImages',
+    'LabelledImages',
+    'federate',
+    'load',
+    'long_tail',
+    'partition',
+]

@@ -1,10 +1,12 @@
 """EMNIST by writer: from an .npz file, or from TFF's SQLite database."""
 
+from collections.abc import Iterator, Mapping
 import contextlib
 import os
 import pathlib
 import socket
 import tempfile
+from typing import TypeAlias
 import zipfile
 
 import numpy as np
@@ -13,18 +15,24 @@ import tensorflow_federated as tff
 
 from fednest_tff.data.images import (
     DataError,
+    Images,
+    Integers,
     LabelledImages,
+    Labels,
     brief,
     check_labels,
     to_unit,
 )
+
+# Images, labels and writers.
+_Part: TypeAlias = tuple[Images, Integers, Integers]
 
 _NUM_DIGITS = 10
 _NUM_CLASSES = 62
 _SHAPE = (28, 28)
 
 LAYOUT = (
-    '--data_dir must be an .npz file, or a directory with exactly one, with the'
+    '`data_dir` must be an .npz file, or a directory with exactly one, with the'
     ' arrays {train,test}_images (uint8 [n, 28, 28], background 255),'
     ' {train,test}_labels (integers 0 to 61), {train,test}_writer (integers,'
     ' positions in writer_ids) and writer_ids'
@@ -50,18 +58,18 @@ def load_npz(data_dir: pathlib.Path, only_digits: bool) -> LabelledImages:
   path = _find(data_dir)
   arrays = _read_npz(path)
   parts = [_check_part(path, arrays, part) for part in ('train', 'test')]
-  kept = []
+  kept: list[_Part] = []
   for images, labels, writers in parts:
     if only_digits:
       digits = labels < _NUM_DIGITS
       images, labels, writers = images[digits], labels[digits], writers[digits]
     if not len(labels):
-      raise DataError(f'{path}: no digits; pass --noemnist_only_digits.')
+      raise DataError(f'{path}: no digits; pass `emnist_only_digits`=False.')
     kept.append((to_unit(255 - images), labels, writers))
-  return _join(*kept, only_digits)
+  return _join(kept[0], kept[1], only_digits)
 
 
-def _join(train, test, only_digits: bool) -> LabelledImages:
+def _join(train: _Part, test: _Part, only_digits: bool) -> LabelledImages:
   return LabelledImages(
       train_images=train[0],
       train_labels=train[1].astype(np.int32),
@@ -77,18 +85,18 @@ def _find(data_dir: pathlib.Path) -> pathlib.Path:
   if data_dir.is_file():
     return data_dir
   if not data_dir.is_dir():
-    raise DataError(f'--data_dir={data_dir} does not exist; {LAYOUT}.')
+    raise DataError(f'`data_dir`={data_dir} does not exist; {LAYOUT}.')
   paths = sorted(data_dir.glob('*.npz'))
   if len(paths) != 1:
     names = ', '.join(path.name for path in paths[:3]) or 'none'
     raise DataError(
-        f'--data_dir={data_dir} has {len(paths)} .npz files ({names});'
+        f'`data_dir`={data_dir} has {len(paths)} .npz files ({names});'
         f' {LAYOUT}.'
     )
   return paths[0]
 
 
-def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
+def _read_npz(path: pathlib.Path) -> dict[str, Integers]:
   keys = [
       f'{part}_{kind}'
       for kind in ('labels', 'writer', 'images')
@@ -115,7 +123,9 @@ def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
     ) from error
 
 
-def _check_part(path, arrays, part):
+def _check_part(
+    path: pathlib.Path, arrays: Mapping[str, Integers], part: str
+) -> tuple[Integers, Integers, Integers]:
   """The images, labels and writers of a part, if they are as they should be."""
   images, labels, writers = (
       arrays[f'{part}_{kind}'] for kind in ('images', 'labels', 'writer')
@@ -171,7 +181,7 @@ def load_database(only_digits: bool) -> LabelledImages:
   num_classes = _NUM_DIGITS if only_digits else _NUM_CLASSES
   for _, labels, _ in parts:
     check_labels(str(path), labels, num_classes)
-  return _join(*parts, only_digits)
+  return _join(parts[0], parts[1], only_digits)
 
 
 def _damaged(path: pathlib.Path, what: str) -> DataError:
@@ -200,13 +210,13 @@ def _download(path: pathlib.Path) -> None:
       os.replace(pathlib.Path(staging) / _DATABASE, path)
   except Exception as error:
     raise DataError(
-        f'--dataset=emnist: the download failed ({brief(error)}); try again, or'
+        f'`dataset`=emnist: the download failed ({brief(error)}); try again, or'
         f' use a file of your own: {LAYOUT}.'
     ) from error
 
 
 @contextlib.contextmanager
-def _default_timeout(seconds: float):
+def _default_timeout(seconds: float) -> Iterator[None]:
   """TFF opens its address without a timeout of its own."""
   before = socket.getdefaulttimeout()
   socket.setdefaulttimeout(seconds)
@@ -216,7 +226,12 @@ def _default_timeout(seconds: float):
     socket.setdefaulttimeout(before)
 
 
-def _read_clients(path, clients, numbers, size):
+def _read_clients(
+    path: pathlib.Path,
+    clients: tff.simulation.datasets.ClientData,
+    numbers: Mapping[str, int],
+    size: int,
+) -> tuple[Images, Labels, Labels]:
   """All examples of a `ClientData`, in an order that is always the same.
 
   Args:
@@ -234,7 +249,7 @@ def _read_clients(path, clients, numbers, size):
   ids = tf.constant(clients.client_ids)
 
   # A single dataset, since one for each client takes minutes to construct.
-  def one_client(k):
+  def one_client(k: tf.Tensor) -> tf.data.Dataset:
     batches = clients.serializable_dataset_fn(ids[k]).batch(1000)
     return batches.map(lambda batch: (k, batch['pixels'], batch['label']))
 

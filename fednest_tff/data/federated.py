@@ -1,6 +1,6 @@
 """Images divided among clients, as TFF and as NumPy have them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -8,9 +8,9 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff.data import partitions
-from fednest_tff.data.images import LabelledImages
+from fednest_tff.data.images import Images, Integers, LabelledImages, Labels
 
-Examples = tuple[np.ndarray, np.ndarray]
+Examples = tuple[Images, Labels]
 
 
 class FederatedImages(NamedTuple):
@@ -28,10 +28,10 @@ class FederatedImages(NamedTuple):
 
   clients: tff.simulation.datasets.ClientData
   arrays: dict[str, Examples]
-  test_images: np.ndarray
-  test_labels: np.ndarray
+  test_images: Images
+  test_labels: Labels
   num_classes: int
-  image_shape: tuple[int, int]
+  image_shape: tuple[int, ...]
 
 
 class ArrayClientData(tff.simulation.datasets.ClientData):
@@ -45,7 +45,7 @@ class ArrayClientData(tff.simulation.datasets.ClientData):
   """
 
   def __init__(
-      self, images: np.ndarray, labels: np.ndarray, sizes: Mapping[str, int]
+      self, images: Images, labels: Labels, sizes: Mapping[str, int]
   ):
     """Constructs it from all examples, one client after another.
 
@@ -71,17 +71,21 @@ class ArrayClientData(tff.simulation.datasets.ClientData):
     return list(self._bounds)
 
   @property
-  def element_type_structure(self):
+  def element_type_structure(self) -> tuple[tf.TensorSpec, tf.TensorSpec]:
     return self._element_type_structure
 
   @property
-  def serializable_dataset_fn(self):
+  def serializable_dataset_fn(
+      self,
+  ) -> Callable[[str | tf.Tensor], tf.data.Dataset]:
     return self._create_dataset
 
   def create_tf_dataset_for_client(self, client_id: str) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(self.examples(client_id))
 
-  def create_tf_dataset_from_all_clients(self, seed=None) -> tf.data.Dataset:
+  def create_tf_dataset_from_all_clients(
+      self, seed: int | None = None
+  ) -> tf.data.Dataset:
     # In the order of the parent's, which would go through a graph that holds
     # all data as a constant: a minute for MNIST.
     client_ids = self.client_ids
@@ -101,7 +105,7 @@ class ArrayClientData(tff.simulation.datasets.ClientData):
     start, stop = self._bounds[client_id]
     return self._images[start:stop], self._labels[start:stop]
 
-  def _create_dataset(self, client_id) -> tf.data.Dataset:
+  def _create_dataset(self, client_id: str | tf.Tensor) -> tf.data.Dataset:
     """Takes a string, or a string tensor that may be known only later."""
     if isinstance(client_id, tf.Tensor):
       known = tf.get_static_value(client_id)
@@ -150,7 +154,7 @@ def federate(
     The clients, and the test images. Clients are called after their number, or
     that of the writer.
   """
-  kept = np.arange(len(images.train_labels))
+  kept: Integers = np.arange(len(images.train_labels))
   if imbalance is not None:
     kept = partitions.long_tail(
         images.train_labels, images.num_classes, seed=seed, factor=imbalance
@@ -166,7 +170,7 @@ def federate(
       dirichlet_alpha=dirichlet_alpha,
   )
   parts = [kept[part] for part in parts]
-  if partition_name == 'writers':
+  if partition_name == 'writers' and writers is not None:
     names = [f'writer_{writers[part[0]]:04d}' for part in parts]
   else:
     names = [f'client_{k:04d}' for k in range(len(parts))]

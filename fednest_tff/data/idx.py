@@ -6,10 +6,13 @@ import struct
 import zlib
 
 import numpy as np
+import numpy.typing as npt
 
 from fednest_tff.data.images import (
     DataError,
+    Images,
     LabelledImages,
+    Labels,
     brief,
     check_labels,
     to_unit,
@@ -23,7 +26,7 @@ _IMAGES_MAGIC = 0x0803
 _LABELS_MAGIC = 0x0801
 
 LAYOUT = (
-    '--data_dir must hold train-images-idx3-ubyte, train-labels-idx1-ubyte,'
+    '`data_dir` must hold train-images-idx3-ubyte, train-labels-idx1-ubyte,'
     ' t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte, each plain or with .gz'
 )
 
@@ -40,7 +43,7 @@ def load(data_dir: pathlib.Path) -> LabelledImages:
   """
   if not data_dir.is_dir():
     what = 'is not a directory' if data_dir.exists() else 'does not exist'
-    raise DataError(f'--data_dir={data_dir} {what}; {LAYOUT}.')
+    raise DataError(f'`data_dir`={data_dir} {what}; {LAYOUT}.')
   # All four are looked for before the first is read, which takes a while.
   paths = {
       (part, kind): _find(data_dir, f'{part}-{kind}')
@@ -57,7 +60,7 @@ def load(data_dir: pathlib.Path) -> LabelledImages:
   return LabelledImages(*train, *test, num_classes=_NUM_CLASSES)
 
 
-def _size(images: np.ndarray) -> str:
+def _size(images: Images) -> str:
   return 'x'.join(map(str, images.shape[1:]))
 
 
@@ -72,7 +75,7 @@ def _find(data_dir: pathlib.Path, name: str) -> pathlib.Path:
 
 def _read_pair(
     images_path: pathlib.Path, labels_path: pathlib.Path
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Images, Labels]:
   # Labels first: they are small, so mistakes show at once.
   labels = read(labels_path, _LABELS_MAGIC)
   images = read(images_path, _IMAGES_MAGIC)
@@ -85,7 +88,7 @@ def _read_pair(
   return to_unit(images), labels.astype(np.int32)
 
 
-def read(path: pathlib.Path, magic: int) -> np.ndarray:
+def read(path: pathlib.Path, magic: int) -> npt.NDArray[np.uint8]:
   """Reads one file of unsigned bytes.
 
   Args:

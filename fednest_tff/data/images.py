@@ -1,9 +1,15 @@
 """What every source of images gives, and the error that all of them raise."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
+
+Images: TypeAlias = npt.NDArray[np.float32]
+Labels: TypeAlias = npt.NDArray[np.int32]
+# Integers of any width.
+Integers: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 class DataError(ValueError):
@@ -27,21 +33,21 @@ class LabelledImages(NamedTuple):
     test_writers: As `train_writers`, with the same numbers.
   """
 
-  train_images: np.ndarray
-  train_labels: np.ndarray
-  test_images: np.ndarray
-  test_labels: np.ndarray
+  train_images: Images
+  train_labels: Labels
+  test_images: Images
+  test_labels: Labels
   num_classes: int
-  train_writers: np.ndarray | None = None
-  test_writers: np.ndarray | None = None
+  train_writers: Labels | None = None
+  test_writers: Labels | None = None
 
 
-def to_unit(images: np.ndarray) -> np.ndarray:
+def to_unit(images: Integers) -> Images:
   """From uint8 to float32 in [0, 1]."""
   return images.astype(np.float32) / np.float32(255)
 
 
-def check_labels(where: str, labels: np.ndarray, num_classes: int) -> None:
+def check_labels(where: str, labels: Integers, num_classes: int) -> None:
   """Raises a `DataError` unless all labels lie in [0, num_classes)."""
   wrong = (labels < 0) | (labels >= num_classes)
   if wrong.any():

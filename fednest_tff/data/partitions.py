@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from fednest_tff.data.images import DataError
+from fednest_tff.data.images import DataError, Integers
 
 PARTITIONS = ('iid', 'shards', 'dirichlet', 'writers')
 
@@ -20,14 +20,14 @@ _LONG_TAIL_SALT = 2
 
 def partition(
     name: str,
-    labels: np.ndarray,
+    labels: Integers,
     num_clients: int | None,
     *,
     seed: int,
     num_classes: int,
-    writers: np.ndarray | None = None,
+    writers: Integers | None = None,
     dirichlet_alpha: float = 0.5,
-) -> list[np.ndarray]:
+) -> list[Integers]:
   """Divides examples among clients.
 
   Args:
@@ -59,7 +59,7 @@ def partition(
   if name == 'writers':
     parts = _by_writer(writers, num_clients, rng)
   elif name in PARTITIONS:
-    _check_num_clients(len(labels), num_clients)
+    num_clients = _check_num_clients(len(labels), num_clients)
     if name == 'iid':
       parts = np.array_split(rng.permutation(len(labels)), num_clients)
     elif name == 'shards':
@@ -68,14 +68,14 @@ def partition(
       parts = _dirichlet(labels, num_clients, num_classes, dirichlet_alpha, rng)
   else:
     raise DataError(
-        f'--partition={name} is not known; choose from {", ".join(PARTITIONS)}.'
+        f'`partition`={name} is not known; choose from {", ".join(PARTITIONS)}.'
     )
   return [rng.permutation(part) for part in parts]
 
 
 def long_tail(
-    labels: np.ndarray, num_classes: int, *, seed: int, factor: float = 0.01
-) -> np.ndarray:
+    labels: Integers, num_classes: int, *, seed: int, factor: float = 0.01
+) -> Integers:
   """Makes classes the rarer, the higher their label.
 
   Class c keeps the share factor^(c / (num_classes - 1)) of its own examples,
@@ -93,7 +93,7 @@ def long_tail(
   """
   if not 0 < factor <= 1:
     raise DataError(
-        f'--imbalance={factor} must lie above 0 and not above 1: it is the'
+        f'`imbalance`={factor} must lie above 0 and not above 1: it is the'
         ' share of the last class that is kept.'
     )
   rng = _random(seed, _LONG_TAIL_SALT)
@@ -108,34 +108,44 @@ def long_tail(
 
 def _random(seed: int, salt: int) -> np.random.Generator:
   if seed < 0:
-    raise DataError(f'--seed={seed} must not be negative.')
+    raise DataError(f'`seed`={seed} must not be negative.')
   return np.random.default_rng([seed, salt])
 
 
-def _check_num_clients(num_examples: int, num_clients: int | None) -> None:
+def _check_num_clients(num_examples: int, num_clients: int | None) -> int:
+  """`num_clients`, if each of them can have examples enough."""
   if num_clients is None or num_clients < 1:
-    raise DataError(f'--num_clients={num_clients} must be at least 1.')
+    raise DataError(f'`num_clients`={num_clients} must be at least 1.')
   if num_examples < _MIN_EXAMPLES * num_clients:
     raise DataError(
-        f'--num_clients={num_clients} is too many for {num_examples} training'
+        f'`num_clients`={num_clients} is too many for {num_examples} training'
         f' examples, since each needs {_MIN_EXAMPLES}; use at most'
         f' {num_examples // _MIN_EXAMPLES}.'
     )
+  return num_clients
 
 
-def _shards(labels, num_clients, rng):
+def _shards(
+    labels: Integers, num_clients: int, rng: np.random.Generator
+) -> list[Integers]:
   order = np.argsort(labels, kind='stable')
   shards = np.array_split(order, _SHARDS_PER_CLIENT * num_clients)
   deal = rng.permutation(len(shards)).reshape(num_clients, _SHARDS_PER_CLIENT)
   return [np.concatenate([shards[k] for k in hand]) for hand in deal]
 
 
-def _dirichlet(labels, num_clients, num_classes, alpha, rng):
+def _dirichlet(
+    labels: Integers,
+    num_clients: int,
+    num_classes: int,
+    alpha: float,
+    rng: np.random.Generator,
+) -> list[Integers]:
   if not (math.isfinite(alpha) and alpha > 0):
-    raise DataError(f'--dirichlet_alpha={alpha} must be positive and finite.')
+    raise DataError(f'`dirichlet_alpha`={alpha} must be positive and finite.')
   # Beyond this, shares are equal to all digits, and the sum might overflow.
   alpha = min(alpha, 1e12)
-  parts = [[] for _ in range(num_clients)]
+  parts: list[list[int]] = [[] for _ in range(num_clients)]
   for label in range(num_classes):
     members = rng.permutation(np.flatnonzero(labels == label))
     shares = rng.dirichlet(np.full(num_clients, alpha))
@@ -151,23 +161,27 @@ def _dirichlet(labels, num_clients, num_classes, alpha, rng):
   return [np.array(part) for part in parts]
 
 
-def _by_writer(writers, num_clients, rng):
+def _by_writer(
+    writers: Integers | None,
+    num_clients: int | None,
+    rng: np.random.Generator,
+) -> list[Integers]:
   if writers is None:
     raise DataError(
-        '--partition=writers needs data that says who wrote what, which is'
-        ' --dataset=emnist; choose it or another --partition.'
+        '`partition`=writers needs data that says who wrote what, which is'
+        ' `dataset`=emnist; choose it or another `partition`.'
     )
   numbers, counts = np.unique(writers, return_counts=True)
   numbers = numbers[counts >= _MIN_EXAMPLES]
   if num_clients is None:
     num_clients = len(numbers)
   if num_clients < 1:
-    raise DataError(f'--num_clients={num_clients} must be at least 1.')
+    raise DataError(f'`num_clients`={num_clients} must be at least 1.')
   if num_clients > len(numbers):
     raise DataError(
-        f'--num_clients={num_clients} is more than the {len(numbers)} writers'
+        f'`num_clients`={num_clients} is more than the {len(numbers)} writers'
         f' with {_MIN_EXAMPLES} or more training examples; use at most'
-        f' {len(numbers)}, or another --partition.'
+        f' {len(numbers)}, or another `partition`.'
     )
   chosen = np.sort(rng.choice(numbers, num_clients, replace=False))
   # One sort instead of a search for each of thousands of writers.

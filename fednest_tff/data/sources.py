@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import types
+from typing import TYPE_CHECKING
 import urllib.error
 import urllib.request
 
@@ -10,11 +12,16 @@ import numpy as np
 from fednest_tff.data import emnist, idx
 from fednest_tff.data.images import (
     DataError,
+    Images,
     LabelledImages,
+    Labels,
     brief,
     check_labels,
     to_unit,
 )
+
+if TYPE_CHECKING:  # Otherwise imported where it is used, because it is slow.
+  from tensorflow_datasets.core import DatasetBuilder
 
 DATASETS = ('digits', 'mnist', 'fashion_mnist', 'emnist')
 
@@ -25,7 +32,7 @@ _SECONDS_WITHOUT_ANSWER = 20
 
 def load(
     name: str,
-    data_dir: str | os.PathLike | None = None,
+    data_dir: str | os.PathLike[str] | None = None,
     only_digits: bool = True,
 ) -> LabelledImages:
   """Loads a data set.
@@ -45,7 +52,7 @@ def load(
   """
   if name not in DATASETS:
     raise DataError(
-        f'--dataset={name} is not known; choose from {", ".join(DATASETS)}.'
+        f'`dataset`={name} is not known; choose from {", ".join(DATASETS)}.'
     )
   # What a flag that nobody set may hold.
   if data_dir == '':
@@ -53,8 +60,8 @@ def load(
   if name == 'digits':
     if data_dir is not None:
       raise DataError(
-          f'--data_dir={data_dir} has no use with --dataset=digits, which comes'
-          ' with scikit-learn; leave it out, or choose another --dataset.'
+          f'`data_dir`={data_dir} has no use with `dataset`=digits, which comes'
+          ' with scikit-learn; leave it out, or choose another `dataset`.'
       )
     return _load_digits()
   if data_dir is None:
@@ -68,7 +75,7 @@ def load(
     return idx.load(path)
   except OSError as error:
     raise DataError(
-        f'--data_dir={data_dir} cannot be read ({brief(error)}).'
+        f'`data_dir`={data_dir} cannot be read ({brief(error)}).'
     ) from error
 
 
@@ -108,7 +115,7 @@ def _load_tfds(name: str) -> LabelledImages:
   # No list of what a download may raise is complete.
   except Exception as error:
     raise DataError(
-        f'--dataset={name}: the download failed ({brief(error)}); try again, or'
+        f'`dataset`={name}: the download failed ({brief(error)}); try again, or'
         f' fetch the files yourself: {idx.LAYOUT}.'
     ) from error
   try:
@@ -120,10 +127,13 @@ def _load_tfds(name: str) -> LabelledImages:
     raise
   except Exception as error:
     raise _damaged(builder, brief(error)) from error
-  return LabelledImages(*parts[0], *parts[1], num_classes=10)
+  (train_images, train_labels), (test_images, test_labels) = parts
+  return LabelledImages(
+      train_images, train_labels, test_images, test_labels, num_classes=10
+  )
 
 
-def _check_network(builder) -> None:
+def _check_network(builder: 'DatasetBuilder') -> None:
   """Asks for one file's header: tfds itself tries on for minutes."""
   url = next(iter(builder.url_infos), None)
   if url is None:
@@ -136,14 +146,19 @@ def _check_network(builder) -> None:
     return
 
 
-def _damaged(builder, what: str) -> DataError:
+def _damaged(builder: 'DatasetBuilder', what: str) -> DataError:
   return DataError(
       f'{builder.data_dir}: incomplete or damaged ({what}); delete it and run'
       f' again, or fetch the files yourself: {idx.LAYOUT}.'
   )
 
 
-def _read_split(tfds, builder, split: str, size: int):
+def _read_split(
+    tfds: types.ModuleType,
+    builder: 'DatasetBuilder',
+    split: str,
+    size: int,
+) -> tuple[Images, Labels]:
   """Images and labels of a split, which has to have `size` examples."""
   # Not `batch_size=-1`, which ends the process if the size is not on record.
   dataset = builder.as_dataset(split=split, as_supervised=True).batch(1000)

@@ -1,47 +1,60 @@
-"""A client as the algorithms see it: dense examples, a weight, a seed."""
+"""A client's data as the algorithms use them: tensors, a weight, a seed."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import tensorflow as tf
 
 from fednest_tff import vector_space
 from fednest_tff.local import sampling
-from fednest_tff.problems import Problem
+from fednest_tff.problems import Batch, Features, Problem
 from fednest_tff.vector_space import Structure
+
+Data = TypeVar('Data')
 
 # More than any client has, and what `Dataset.batch` still accepts.
 _ALL = 2**40
 
 
 class Client(NamedTuple):
-  """What a client keeps at hand for an epoch.
+  """The data of a client during an epoch.
 
   Attributes:
     inner: Its inner examples, behind g_i.
     outer: Its outer examples, behind f_i.
     weight: Its weight in every mean over clients; 0 if it lacks examples.
-    seed: A number of its own (int64), to fold into seeds from the server.
+    seed: A number (int64) that differs between clients, to fold into seeds
+      from the server.
     num_examples: How many examples it has (int64).
   """
 
-  inner: Structure
-  outer: Structure
+  inner: Batch
+  outer: Batch
   weight: tf.Tensor
   seed: tf.Tensor
   num_examples: tf.Tensor
 
 
-class Features(NamedTuple):
-  """What the losses see of a client's examples while x is fixed.
+class ClientFeatures(NamedTuple):
+  """The features of a client's examples at a fixed x.
 
   Attributes:
     inner: `Problem.representation` of its inner examples.
     outer: That of its outer examples.
   """
 
-  inner: Structure
-  outer: Structure
+  inner: Features
+  outer: Features
+
+
+def features_at(
+    problem: Problem, x: Structure, client: Client
+) -> ClientFeatures:
+  """The features of the client's examples at x."""
+  return ClientFeatures(
+      problem.representation(x, client.inner),
+      problem.representation(x, client.outer),
+  )
 
 
 def _pad_if_empty(examples: Structure) -> tuple[Structure, tf.Tensor]:
@@ -52,7 +65,7 @@ def _pad_if_empty(examples: Structure) -> tuple[Structure, tf.Tensor]:
   count = sampling.num_examples(examples)
   missing = tf.maximum(1 - count, 0)
 
-  def pad(t):
+  def pad(t: tf.Tensor) -> tf.Tensor:
     return tf.pad(t, [[0, missing]] + [[0, 0]] * (t.shape.rank - 1))
 
   return tf.nest.map_structure(pad, examples), count > 0
@@ -99,6 +112,19 @@ def from_dataset(
   )
 
 
-def seed_of(client: Client, seed: tf.Tensor, purpose: int | tf.Tensor):
-  """The client's own seed for one purpose, from the server's common seed."""
+def seed_of(
+    client: Client, seed: tf.Tensor, purpose: tf.Tensor | int
+) -> tf.Tensor:
+  """The client's seed for one purpose, from the seed that all were sent."""
   return sampling.fold_in(sampling.fold_in(seed, client.seed), purpose)
+
+
+def sample(
+    client: Client,
+    examples: Data,
+    size: int | None,
+    seed: tf.Tensor,
+    purpose: tf.Tensor | int,
+) -> Data:
+  """A sample of a client's examples or features outside the local loops."""
+  return sampling.sample(examples, size, seed_of(client, seed, purpose))

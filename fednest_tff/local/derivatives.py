@@ -1,9 +1,15 @@
-"""First derivatives, and products with second derivatives.
+"""Derivatives of a client's losses f_i and g_i.
 
-Second derivatives are only ever needed in products with a vector. Both kinds
-are taken forward-over-back: a `tf.autodiff.ForwardAccumulator` along the vector
-around the `tf.GradientTape` that takes the gradient. Neither a Hessian nor a
-Jacobian is formed; a product costs a small multiple of a gradient.
+The first functions are general: the gradient of a scalar function, and products
+of its second derivatives with a vector. Products are taken forward-over-back: a
+`tf.autodiff.ForwardAccumulator` along the vector around the `tf.GradientTape`
+that takes the gradient. No Hessian or Jacobian is formed; a product costs a
+small multiple of a gradient.
+
+The others are the paper's: G_i, F_i, the right-hand side grad_y f_i, products
+with the inner Hessian, and the hypergradient h_i. Those that differentiate in y
+alone take features (`Problem.representation` at a fixed x); those that
+differentiate in x take batches, because features move with x.
 """
 
 from collections.abc import Callable
@@ -11,6 +17,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from fednest_tff import vector_space
+from fednest_tff.problems import Batch, Features, Problem
 from fednest_tff.vector_space import Structure
 
 
@@ -27,9 +34,9 @@ def _gradient(
   return value, vector_space.tensors(gradient)
 
 
-def _fresh(a: Structure) -> Structure:
-  # A copy of its own identity: a tape must not watch a tensor that the function
-  # holds by other means, such as the anchor of an SVRG direction.
+def _copy(a: Structure) -> Structure:
+  # A tape must not watch a tensor that the function holds by other means, such
+  # as the anchor of an SVRG direction; so it watches a copy.
   return tf.nest.map_structure(tf.identity, a)
 
 
@@ -37,7 +44,7 @@ def value_and_gradient(
     function: Callable[[Structure], tf.Tensor], at: Structure
 ) -> tuple[tf.Tensor, Structure]:
   """The scalar `function(at)` and its gradient, zero where unconnected."""
-  return _gradient(function, _fresh(at))
+  return _gradient(function, _copy(at))
 
 
 def gradient(
@@ -53,7 +60,7 @@ def hessian_vector_product(
     vector: Structure,
 ) -> Structure:
   """The Hessian of the scalar `function` at `at`, times `vector`."""
-  at = _fresh(at)
+  at = _copy(at)
   with tf.autodiff.ForwardAccumulator(
       tf.nest.flatten(at), tf.nest.flatten(vector)
   ) as accumulator:
@@ -72,7 +79,7 @@ def mixed_product(
   This is the paper's grad^2_xy g(x, y) p: the change of the gradient in x when
   y moves along `vector`.
   """
-  x, y = _fresh(x), _fresh(y)
+  x, y = _copy(x), _copy(y)
   with tf.autodiff.ForwardAccumulator(
       tf.nest.flatten(y), tf.nest.flatten(vector)
   ) as accumulator:
@@ -80,7 +87,9 @@ def mixed_product(
   return _tangent(accumulator, gradient_x)
 
 
-def _tangent(accumulator, a: Structure) -> Structure:
+def _tangent(
+    accumulator: tf.autodiff.ForwardAccumulator, a: Structure
+) -> Structure:
   tangent = tf.nest.map_structure(
       lambda t: accumulator.jvp(
           t, unconnected_gradients=tf.UnconnectedGradients.ZERO
@@ -88,3 +97,116 @@ def _tangent(accumulator, a: Structure) -> Structure:
       a,
   )
   return vector_space.tensors(tangent)
+
+
+def inner_gradient(
+    problem: Problem, x: Structure, y: Structure, features: Features
+) -> tuple[tf.Tensor, Structure]:
+  """g_i(x, y) and G_i = grad_y g_i(x, y)."""
+  return value_and_gradient(
+      lambda at: problem.inner_loss(x, at, features), y
+  )
+
+
+def inner_hessian_product(
+    problem: Problem,
+    x: Structure,
+    y: Structure,
+    vector: Structure,
+    features: Features,
+) -> Structure:
+  """grad^2_y g_i(x, y) times `vector`."""
+  return hessian_vector_product(
+      lambda at: problem.inner_loss(x, at, features), y, vector
+  )
+
+
+def outer_gradient_in_inner(
+    problem: Problem, x: Structure, y: Structure, features: Features
+) -> Structure:
+  """grad_y f_i(x, y): the right-hand side of H p = grad_y f."""
+  return gradient(lambda at: problem.outer_loss(x, at, features), y)
+
+
+def outer_loss(
+    problem: Problem, x: Structure, y: Structure, batch: Batch
+) -> tf.Tensor:
+  """f_i(x, y)."""
+  return problem.outer_loss(x, y, problem.representation(x, batch))
+
+
+def _inner_loss(
+    problem: Problem, x: Structure, y: Structure, batch: Batch
+) -> tf.Tensor:
+  return problem.inner_loss(x, y, problem.representation(x, batch))
+
+
+def direct_gradient(
+    problem: Problem, x: Structure, y: Structure, batch: Batch
+) -> tuple[tf.Tensor, Structure]:
+  """f_i(x, y) and F_i = grad_x f_i(x, y)."""
+  return value_and_gradient(lambda at: outer_loss(problem, at, y, batch), x)
+
+
+def outer_gradients(
+    problem: Problem, x: Structure, y: Structure, batch: Batch
+) -> tuple[Structure, Structure]:
+  """(grad_x f_i, grad_y f_i) at (x, y), in one pass."""
+  return gradient(lambda at: outer_loss(problem, at[0], at[1], batch), (x, y))
+
+
+def inner_gradients(
+    problem: Problem, x: Structure, y: Structure, batch: Batch
+) -> tuple[Structure, Structure]:
+  """(grad_x g_i, grad_y g_i) at (x, y), in one pass."""
+  return gradient(lambda at: _inner_loss(problem, at[0], at[1], batch), (x, y))
+
+
+def inner_gradient_and_products(
+    problem: Problem, x: Structure, y: Structure, v: Structure, batch: Batch
+) -> tuple[Structure, Structure, Structure]:
+  """(grad_y g_i, grad^2_y g_i v, grad^2_xy g_i v) at (x, y), in one pass.
+
+  Both products are the change of g_i's gradient in (x, y) when y moves along v:
+  one gradient in both variables, and one derivative of it along v.
+  """
+  at = _copy((x, y))
+  with tf.autodiff.ForwardAccumulator(
+      tf.nest.flatten(at[1]), tf.nest.flatten(v)
+  ) as accumulator:
+    _, gradients = _gradient(
+        lambda at: _inner_loss(problem, at[0], at[1], batch), at
+    )
+  mixed, hessian = _tangent(accumulator, gradients)
+  return gradients[1], hessian, mixed
+
+
+def hypergradient(
+    problem: Problem,
+    x: Structure,
+    y: Structure,
+    p: Structure,
+    outer_batch: Batch,
+    inner_batch: Batch,
+) -> tuple[tf.Tensor, Structure]:
+  """f_i and h_i = F_i(x) - grad^2_xy g_i(x, y) p (Algorithm 2, line 5).
+
+  Args:
+    problem: The problem.
+    x: The outer variable.
+    y: The inner variable.
+    p: The inverse-Hessian-gradient product; not used unless the problem is
+      implicit (line 6: h_i = F_i(x)).
+    outer_batch: xi_i.
+    inner_batch: zeta_i.
+
+  Returns:
+    The outer loss and the client's hypergradient.
+  """
+  value, direct = direct_gradient(problem, x, y, outer_batch)
+  if not problem.is_implicit:
+    return value, direct
+  indirect = mixed_product(
+      lambda x, y: _inner_loss(problem, x, y, inner_batch), x, y, p
+  )
+  return value, vector_space.subtract(direct, indirect)

@@ -5,39 +5,91 @@ FedInn (Algorithm 4, lines 8-11) and FedOut (Algorithm 2, lines 9-12). Both are
 one `tf.while_loop` over the client's minibatches.
 """
 
+import collections
 from collections.abc import Callable
 import dataclasses
+from typing import Protocol, TypeVar
 
 import tensorflow as tf
 
-from fednest_tff import vector_space
+from fednest_tff import options, vector_space
 from fednest_tff.local import sampling
+from fednest_tff.options import option
 from fednest_tff.vector_space import Structure
 
+# A minibatch: of the examples themselves, or of their features.
+Data = TypeVar('Data')
+Data_co = TypeVar('Data_co', covariant=True)
 # From a point and a step number to the direction of that step.
 Direction = Callable[[Structure, tf.Tensor], Structure]
 # From a point and a minibatch to a gradient.
-Gradient = Callable[[Structure, Structure], Structure]
+Gradient = Callable[[Structure, Data], Structure]
+Projection = Callable[[Structure], Structure]
+# From the epoch (int32) to a number.
+Schedule = Callable[[tf.Tensor], tf.Tensor]
+
+
+class Batches(Protocol[Data_co]):
+  """Minibatches by the number of the step."""
+
+  def __getitem__(self, step: tf.Tensor) -> Data_co:
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalWork:
-  """How much a client does between two messages: tau_i and the minibatches.
+  """The local steps that a client takes on one variable between two messages.
 
   Attributes:
-    steps: tau_i itself, or a function of the client's examples that returns it
-      (system heterogeneity); `None` to count in epochs.
-    epochs: Passes over the client's examples, tau_i = epochs * ceil(n_i / B);
-      `None` to count in steps.
-    batch_size: B; `None` to use all of a client's examples in each step.
-    divide_by_steps: Whether step sizes are divided by tau_i, as the theory
-      wants (alpha_i = alpha / tau_i, beta_i = beta / tau_i).
+    learning_rate: alpha (outer) or beta (inner): a number, or a function of the
+      epoch. Needed for each variable that the problem has.
+    steps: tau_i: a number, or a function of the client's examples. Default: one
+      pass over the inner examples, one step on the outer variable.
+    epochs: tau_i counted in passes over the client's examples, epochs *
+      ceil(n_i / B), in place of `steps`.
+    batch_size: B, the size of minibatches; all of a client's examples if it is
+      not given.
+    divide_by_steps: Whether alpha_i = alpha / tau_i and beta_i = beta / tau_i,
+      as in the theory.
   """
 
-  steps: int | Callable[[Structure], tf.Tensor] | None = None
-  epochs: int | None = None
-  batch_size: int | None = None
-  divide_by_steps: bool = False
+  learning_rate: float | Schedule | None = option('{}_learning_rate')
+  steps: int | Callable[[Structure], tf.Tensor] | None = option(
+      '{}_local_steps'
+  )
+  epochs: int | None = option('{}_local_epochs')
+  batch_size: int | None = option('batch_size')
+  divide_by_steps: bool = option('divide_by_local_steps', False)
+
+  def at_level(self, level: str) -> 'LocalWork':
+    """This work, checked, with the default number of steps of a level.
+
+    Args:
+      level: 'inner', 'outer', or '' for steps on all variables at once.
+
+    Returns:
+      Work with either `steps` or `epochs`.
+
+    Raises:
+      ValueError: If a field does not fit; it names the flat option.
+    """
+    prefix = f'{level}_' if level else ''
+    if self.steps is not None and self.epochs is not None:
+      raise ValueError(
+          f'Give `{prefix}local_steps` or `{prefix}local_epochs`, not both; got'
+          f' {self.steps!r} and {self.epochs!r}.'
+      )
+    if self.steps is not None and not callable(self.steps):
+      options.check_count(f'{prefix}local_steps', self.steps)
+    if self.epochs is not None:
+      options.check_count(f'{prefix}local_epochs', self.epochs)
+    if self.batch_size is not None:
+      options.check_count('batch_size', self.batch_size)
+    if self.steps is not None or self.epochs is not None:
+      return self
+    if level == 'inner':
+      return dataclasses.replace(self, epochs=1)
+    return dataclasses.replace(self, steps=1)
 
   def num_steps(self, examples: Structure) -> tf.Tensor:
     """tau_i (int32 scalar) of the client that holds `examples`."""
@@ -54,51 +106,14 @@ class LocalWork:
     """alpha_i or beta_i from alpha or beta."""
     if not self.divide_by_steps:
       return learning_rate
-    # tau_i = 0 is a client that takes no step at all; its step size is moot.
+    # A client with tau_i = 0 takes no step; its step size does not matter.
     return learning_rate / tf.cast(tf.maximum(tau, 1), learning_rate.dtype)
 
   def minibatches(
-      self, examples: Structure, num_steps: tf.Tensor, seed: tf.Tensor
-  ) -> sampling.Minibatches:
+      self, examples: Data, num_steps: tf.Tensor, seed: tf.Tensor
+  ) -> sampling.Minibatches[Data]:
+    """The minibatches of `num_steps` steps."""
     return sampling.Minibatches(examples, self.batch_size, num_steps, seed)
-
-
-def build_work(
-    level: str,
-    steps: int | Callable[[Structure], tf.Tensor] | None,
-    epochs: int | None,
-    batch_size: int | None,
-    divide_by_steps: bool,
-) -> LocalWork:
-  """The work of one level from the arguments of a builder.
-
-  Args:
-    level: 'inner' or 'outer', for error messages.
-    steps: `*_local_steps`.
-    epochs: `*_local_epochs`; with neither, one epoch inside, one step outside.
-    batch_size: B.
-    divide_by_steps: Whether step sizes are divided by tau_i.
-
-  Returns:
-    The work.
-  """
-  if steps is None and epochs is None:
-    steps, epochs = (None, 1) if level == 'inner' else (1, None)
-  if steps is not None and epochs is not None:
-    raise ValueError(
-        f'Give `{level}_local_steps` or `{level}_local_epochs`, not both; got'
-        f' {steps!r} and {epochs!r}.'
-    )
-  for name, value in (
-      (f'{level}_local_steps', steps),
-      (f'{level}_local_epochs', epochs),
-      ('batch_size', batch_size),
-  ):
-    if value is None or (callable(value) and value is steps):
-      continue
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-      raise ValueError(f'`{name}` must be a positive integer; got {value!r}.')
-  return LocalWork(steps, epochs, batch_size, divide_by_steps)
 
 
 def descend(
@@ -106,12 +121,14 @@ def descend(
     start: Structure,
     num_steps: tf.Tensor,
     step_size: tf.Tensor,
+    project: Projection,
     first_step: int = 0,
 ) -> Structure:
-  """v <- v - step_size * direction(v, nu), nu = first_step..num_steps - 1."""
+  """v <- project(v - step_size direction(v, nu)), nu = first_step, ..."""
 
-  def step(nu, v):
-    return nu + 1, vector_space.add_scaled(v, -step_size, direction(v, nu))
+  def step(nu: tf.Tensor, v: Structure) -> tuple[tf.Tensor, Structure]:
+    moved = vector_space.add_scaled(v, -step_size, direction(v, nu))
+    return nu + 1, project(moved)
 
   _, end = tf.while_loop(
       lambda nu, _: nu < num_steps, step, (tf.constant(first_step), start)
@@ -120,13 +137,14 @@ def descend(
 
 
 def sgd(
-    gradient: Gradient,
+    gradient: Gradient[Data],
     start: Structure,
-    features: Structure,
+    features: Data,
     work: LocalWork,
     tau: tf.Tensor,
     learning_rate: tf.Tensor,
     seed: tf.Tensor,
+    project: Projection = vector_space.identity,
 ) -> Structure:
   """tau_i local steps along the minibatch gradients G_i(v; z).
 
@@ -138,6 +156,7 @@ def sgd(
     tau: tau_i, as `work.num_steps` gives it.
     learning_rate: alpha or beta.
     seed: int64 tensor of shape [2].
+    project: The projection on the variable's feasible set, after each step.
 
   Returns:
     The client's last iterate.
@@ -148,22 +167,25 @@ def sgd(
       start,
       tau,
       work.step_size(learning_rate, tau),
+      project,
   )
 
 
 def svrg(
-    gradient: Gradient,
+    gradient: Gradient[Data],
     anchor: Structure,
     anchor_direction: Structure,
-    features: Structure,
+    features: Data,
     work: LocalWork,
     tau: tf.Tensor,
     learning_rate: tf.Tensor,
     seed: tf.Tensor,
+    project: Projection = vector_space.identity,
 ) -> Structure:
   """tau_i local steps along G_i(v; z) - G_i(anchor; z) + anchor_direction.
 
-  The same minibatch z is in both terms: that is what makes it SVRG.
+  The same minibatch z is in both terms: that is what makes it SVRG. If the
+  anchor solves the constrained problem, projected steps stay there.
 
   Args:
     gradient: As in `sgd`.
@@ -174,13 +196,34 @@ def svrg(
     tau: As in `sgd`.
     learning_rate: As in `sgd`.
     seed: As in `sgd`.
+    project: As in `sgd`.
 
   Returns:
     The client's last iterate.
   """
-  batches = work.minibatches(features, tau, seed)
+  return corrected_descent(
+      gradient,
+      anchor,
+      anchor_direction,
+      work.minibatches(features, tau, seed),
+      tau,
+      work.step_size(learning_rate, tau),
+      project,
+  )
 
-  def direction(v, nu):
+
+def corrected_descent(
+    gradient: Gradient[Data],
+    anchor: Structure,
+    anchor_direction: Structure,
+    batches: Batches[Data],
+    tau: tf.Tensor,
+    step_size: tf.Tensor,
+    project: Projection,
+) -> Structure:
+  """The steps of `svrg`, from the minibatches and the step size themselves."""
+
+  def direction(v: Structure, nu: tf.Tensor) -> Structure:
     batch = batches[nu]
     correction = vector_space.subtract(
         gradient(v, batch), gradient(anchor, batch)
@@ -189,11 +232,32 @@ def svrg(
 
   # At the anchor itself the minibatch terms cancel: the first step, if there is
   # one, needs no minibatch. With tau_i = 1, the usual FedOut, none is read.
-  step_size = work.step_size(learning_rate, tau)
   any_step = tf.cast(tf.minimum(tau, 1), step_size.dtype)
-  first = vector_space.add_scaled(
-      anchor, -step_size * any_step, anchor_direction
+  first = project(
+      vector_space.add_scaled(anchor, -step_size * any_step, anchor_direction)
   )
   if tf.get_static_value(tau) == 1:
     return first
-  return descend(direction, first, tau, step_size, first_step=1)
+  return descend(direction, first, tau, step_size, project, first_step=1)
+
+
+def change(
+    end: Structure, start: Structure, dtype: tf.DType
+) -> tuple[Structure, collections.OrderedDict[str, tf.Tensor]]:
+  """A client's report of its local steps: the change and its squared norm."""
+  difference = vector_space.subtract(end, start)
+  squared = tf.cast(vector_space.squared_norm(difference), dtype)
+  return difference, collections.OrderedDict(squared_change=squared)
+
+
+def drift(mean_squared_change: tf.Tensor, mean_change: Structure) -> tf.Tensor:
+  """Root mean square over clients of ||y_i - y+||.
+
+  mean ||y_i - y+||^2 = mean ||y_i - y||^2 - ||y+ - y||^2 when y+ is the mean,
+  so it costs no further round. Mean ||y_i - y+|| itself would: clients do not
+  know y+ yet.
+  """
+  squared = tf.cast(
+      vector_space.squared_norm(mean_change), mean_squared_change.dtype
+  )
+  return tf.sqrt(tf.maximum(mean_squared_change - squared, 0))

@@ -1,10 +1,10 @@
 """Solvers for H p = b by products with H: the algebra of FedIHGP.
 
-A solver sees one product H v at a time and does not care where it comes from.
-In FedIHGP (Algorithm 3) it runs on the server, and each product is a
-communication round, the mean of the clients' H_i v; in LFedOut it runs on the
-client, with the client's own Hessian. Here l is l_{g,1}, a bound on the largest
-eigenvalue of H, and N is the number of terms of the series.
+A solver is given one product H v at a time. In FedIHGP (Algorithm 3) it runs on
+the server, and each product is a communication round, the mean of the clients'
+H_i v; in LFedOut it runs on the client, with the client's Hessian. Here l is
+l_{g,1}, a bound on the largest eigenvalue of H, and N is the number of terms of
+the series.
 
 | solver     | p                                        | products |
 | ---------- | ---------------------------------------- | -------- |
@@ -17,134 +17,243 @@ N' is the truncated sum.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+import dataclasses
+from typing import Literal, NamedTuple
 
 import tensorflow as tf
 
-from fednest_tff import vector_space
+from fednest_tff import options, vector_space
+from fednest_tff.local import sampling
+from fednest_tff.options import option
 from fednest_tff.vector_space import Structure
 
+Kind = Literal['stochastic', 'truncated', 'cg']
 
-class Product(NamedTuple):
-  """State of the stochastic product."""
+
+@dataclasses.dataclass(frozen=True)
+class InverseHessian:
+  """How H^-1 grad_y f is approximated.
+
+  Attributes:
+    kind: 'stochastic' (Algorithm 3), 'truncated' (the sum of N terms) or 'cg'
+      (N - 1 steps of conjugate gradient).
+    terms: N, the number of terms of the Neumann series.
+    smoothness: l, at least the largest eigenvalue of the inner Hessian
+      (`build_power_iteration` estimates it). Default: 1 / beta, with which the
+      series is that of the unrolled inner descent.
+  """
+
+  kind: Kind = option('ihgp', 'stochastic')
+  terms: int = option('neumann_terms', 5)
+  smoothness: float | None = option('smoothness')
+
+
+class SolverState(NamedTuple):
+  """State of a solver.
+
+  Attributes:
+    p: The approximate solution so far.
+    memory: Vectors that the solver keeps besides p.
+    products_done: Products used so far (int32).
+    products_left: Products still wanted (int32).
+  """
 
   p: Structure
-  products_left: tf.Tensor  # N' - n
-
-
-class PartialSum(NamedTuple):
-  """State of the truncated sum."""
-
-  p: Structure
-  term: Structure  # (1/l) (I - H/l)^n b
+  memory: Structure
+  products_done: tf.Tensor
   products_left: tf.Tensor
-
-
-class ConjugateGradient(NamedTuple):
-  """State of conjugate gradient."""
-
-  p: Structure
-  residual: Structure
-  direction: Structure
-  products_left: tf.Tensor
-
-
-SolverState = Product | PartialSum | ConjugateGradient
 
 
 class Solver(NamedTuple):
   """A way to approximate the solution p of H p = b.
 
   Attributes:
-    name: 'stochastic', 'truncated' or 'cg'.
     num_terms: N. At most N - 1 products are used.
     start: (b, l, seed) -> state.
     vector: state -> v, the vector whose product H v is wanted next.
     advance: (state, H v, l) -> state. A state with no products left stays as
       it is.
+    needs_smoothness: Whether l is used.
+    stops_at_random: Whether the number of products is N', drawn at random.
+    num_chains: How many chains it has, if it has several; see
+      `independent_chains`.
   """
 
-  name: str
   num_terms: int
   start: Callable[[Structure, tf.Tensor, tf.Tensor], SolverState]
   vector: Callable[[SolverState], Structure]
   advance: Callable[[SolverState, Structure, tf.Tensor], SolverState]
+  needs_smoothness: bool = True
+  stops_at_random: bool = False
+  num_chains: int = 1
+
+  def chance(self, n: int) -> float:
+    """The probability that the n-th product, n = 1, 2, ..., is wanted."""
+    if not self.stops_at_random:
+      return 1.0
+    # It is not wanted if all chains have stopped before.
+    return 1 - (n / self.num_terms) ** self.num_chains
 
 
 def _stochastic(num_terms: int) -> Solver:
   """Algorithm 3: a product of N' factors, N' uniform, scaled by N / l."""
 
-  def start(b, smoothness, seed):
+  def start(
+      b: Structure, smoothness: tf.Tensor, seed: tf.Tensor
+  ) -> SolverState:
     stop = tf.random.stateless_uniform(
         [], seed, minval=0, maxval=num_terms, dtype=tf.int32
     )
-    return Product(vector_space.scale(num_terms / smoothness, b), stop)
+    p = vector_space.scale(num_terms / smoothness, b)
+    return SolverState(p, (), tf.constant(0), stop)
 
-  def advance(state, product, smoothness):
+  def advance(
+      state: SolverState, product: Structure, smoothness: tf.Tensor
+  ) -> SolverState:
     p = vector_space.add_scaled(state.p, -1 / smoothness, product)
-    return Product(p, state.products_left - 1)
+    return state._replace(p=p)
 
   return Solver(
-      'stochastic', num_terms, start, lambda state: state.p, advance
+      num_terms, start, lambda state: state.p, advance, stops_at_random=True
   )
 
 
 def _truncated(num_terms: int) -> Solver:
   """The first N terms of the Neumann series of H^-1."""
 
-  def start(b, smoothness, seed):
+  def start(
+      b: Structure, smoothness: tf.Tensor, seed: tf.Tensor
+  ) -> SolverState:
     del seed  # Nothing is random.
     term = vector_space.scale(1 / smoothness, b)
-    return PartialSum(term, term, tf.constant(num_terms - 1))
+    return SolverState(term, term, tf.constant(0), tf.constant(num_terms - 1))
 
-  def advance(state, product, smoothness):
-    term = vector_space.add_scaled(state.term, -1 / smoothness, product)
-    return PartialSum(
-        vector_space.add(state.p, term), term, state.products_left - 1
-    )
+  def advance(
+      state: SolverState, product: Structure, smoothness: tf.Tensor
+  ) -> SolverState:
+    # The next term, (1/l) (I - H/l)^n b.
+    term = vector_space.add_scaled(state.memory, -1 / smoothness, product)
+    return state._replace(p=vector_space.add(state.p, term), memory=term)
 
-  return Solver(
-      'truncated', num_terms, start, lambda state: state.term, advance
-  )
+  return Solver(num_terms, start, lambda state: state.memory, advance)
 
 
 def _conjugate_gradient(num_terms: int) -> Solver:
   """N - 1 steps of conjugate gradient; needs no l, but a positive H."""
 
-  def start(b, smoothness, seed):
+  def start(
+      b: Structure, smoothness: tf.Tensor, seed: tf.Tensor
+  ) -> SolverState:
     del smoothness, seed  # Neither is needed.
-    p = tf.nest.map_structure(tf.zeros_like, b)
-    return ConjugateGradient(p, b, b, tf.constant(num_terms - 1))
+    zero = tf.nest.map_structure(tf.zeros_like, b)
+    # The memory is the residual and the direction.
+    return SolverState(zero, (b, b), tf.constant(0), tf.constant(num_terms - 1))
 
-  def advance(state, product, smoothness):
+  def advance(
+      state: SolverState, product: Structure, smoothness: tf.Tensor
+  ) -> SolverState:
     del smoothness
-    curvature = vector_space.dot(state.direction, product)
-    old = vector_space.squared_norm(state.residual)
+    residual, direction = state.memory
+    curvature = vector_space.dot(direction, product)
+    old = vector_space.squared_norm(residual)
     # Where the direction has no positive curvature, or nothing is left to do,
     # the step is 0 and p stays.
     step = tf.where(curvature > 0, tf.math.divide_no_nan(old, curvature), 0)
     # A product that is not finite must not pass for a step of 0.
     step = tf.where(tf.math.is_finite(curvature), step, float('nan'))
-    residual = vector_space.add_scaled(state.residual, -step, product)
+    p = vector_space.add_scaled(state.p, step, direction)
+    residual = vector_space.add_scaled(residual, -step, product)
     ratio = tf.math.divide_no_nan(vector_space.squared_norm(residual), old)
-    return ConjugateGradient(
-        vector_space.add_scaled(state.p, step, state.direction),
-        residual,
-        vector_space.add_scaled(residual, ratio, state.direction),
-        state.products_left - 1,
+    direction = vector_space.add_scaled(residual, ratio, direction)
+    return state._replace(p=p, memory=(residual, direction))
+
+  return Solver(
+      num_terms,
+      start,
+      lambda state: state.memory[1],
+      advance,
+      needs_smoothness=False,
+  )
+
+
+def identity_solver() -> Solver:
+  """The solver for H = I: p = b, without products."""
+
+  def start(
+      b: Structure, smoothness: tf.Tensor, seed: tf.Tensor
+  ) -> SolverState:
+    del smoothness, seed  # Neither is needed.
+    return SolverState(b, (), tf.constant(0), tf.constant(0))
+
+  return Solver(
+      1,
+      start,
+      lambda state: state.p,
+      lambda state, product, smoothness: state,
+      needs_smoothness=False,
+  )
+
+
+def _counted(solver: Solver) -> Solver:
+  """`solver` that counts its products and leaves a finished state as it is."""
+
+  def advance(
+      state: SolverState, product: Structure, smoothness: tf.Tensor
+  ) -> SolverState:
+    advanced = solver.advance(state, product, smoothness)._replace(
+        products_done=state.products_done + 1,
+        products_left=state.products_left - 1,
     )
-
-  return Solver('cg', num_terms, start, lambda state: state.direction, advance)
-
-
-def _guarded(solver: Solver) -> Solver:
-  """`solver` whose `advance` leaves a finished state as it is."""
-
-  def advance(state, product, smoothness):
-    advanced = solver.advance(state, product, smoothness)
     return vector_space.where(state.products_left > 0, advanced, state)
 
   return solver._replace(advance=advance)
+
+
+def independent_chains(solver: Solver, num_chains: int) -> Solver:
+  """`solver` several times over; p is the mean of the chains' solutions.
+
+  Right-hand sides, vectors and products are tuples with an entry per chain.
+  Where chains draw their own samples and their own N', the variance of p falls
+  as 1 / `num_chains`.
+  """
+
+  def combine(states: list[SolverState]) -> SolverState:
+    total = states[0].p
+    for state in states[1:]:
+      total = vector_space.add(total, state.p)
+    left = tf.reduce_max([state.products_left for state in states])
+    done = tf.reduce_max([state.products_done for state in states])
+    return SolverState(
+        vector_space.scale(1 / num_chains, total), tuple(states), done, left
+    )
+
+  def start(
+      b: Structure, smoothness: tf.Tensor, seed: tf.Tensor
+  ) -> SolverState:
+    return combine([
+        solver.start(b[k], smoothness, chain_seed(seed, k))
+        for k in range(num_chains)
+    ])
+
+  def advance(
+      state: SolverState, product: Structure, smoothness: tf.Tensor
+  ) -> SolverState:
+    return combine([
+        solver.advance(chain, product[k], smoothness)
+        for k, chain in enumerate(state.memory)
+    ])
+
+  return solver._replace(
+      start=start,
+      vector=lambda state: tuple(map(solver.vector, state.memory)),
+      advance=advance,
+      num_chains=num_chains,
+  )
+
+
+def chain_seed(seed: tf.Tensor, chain: int) -> tf.Tensor:
+  """The seed of one of several chains."""
+  return sampling.fold_in(seed, chain)
 
 
 _SOLVERS = {
@@ -154,7 +263,7 @@ _SOLVERS = {
 }
 
 
-def build_solver(ihgp: str, neumann_terms: int) -> Solver:
+def build_solver(ihgp: Kind, neumann_terms: int) -> Solver:
   """The solver of that name with N = `neumann_terms`.
 
   Args:
@@ -168,11 +277,8 @@ def build_solver(ihgp: str, neumann_terms: int) -> Solver:
     raise ValueError(
         f'`ihgp` must be one of {sorted(_SOLVERS)}; got {ihgp!r}.'
     )
-  if type(neumann_terms) is not int or neumann_terms < 1:
-    raise ValueError(
-        f'`neumann_terms` must be a positive integer; got {neumann_terms!r}.'
-    )
-  return _guarded(_SOLVERS[ihgp](neumann_terms))
+  options.check_count('neumann_terms', neumann_terms)
+  return _counted(_SOLVERS[ihgp](neumann_terms))
 
 
 def solve(
@@ -195,7 +301,7 @@ def solve(
     p.
   """
 
-  def step(n, state):
+  def step(n: tf.Tensor, state: SolverState) -> tuple[tf.Tensor, SolverState]:
     return n + 1, solver.advance(
         state, product(solver.vector(state), n), smoothness
     )

@@ -8,9 +8,58 @@ is short when B does not divide n, and a client with n < B has one minibatch of
 n examples per epoch.
 """
 
+import enum
+from typing import Generic, TypeVar
+
 import tensorflow as tf
 
 from fednest_tff.vector_space import Structure
+
+Data = TypeVar('Data')
+
+
+class Purpose(enum.IntEnum):
+  """The purposes of random draws: numbers that are folded into seeds.
+
+  Each call of an algorithm (FedInn, FedOut, ...) has a seed of its own from the
+  server, so the purposes of different calls may share numbers.
+  """
+
+  # FedInn and LFedInn.
+  INNER_GRADIENT = 0  # the sample zeta_i of q
+  INNER_STEPS = 1
+  # AggITD, with the seed of its FedInn or LFedInn.
+  CHAIN_GRADIENT = 2
+  CHAIN_PRODUCT = 3
+  # FedOut and LFedOut.
+  OUTER_GRADIENT = 0  # the sample xi_i of h
+  MIXED_PRODUCT = 1  # the sample zeta_i of h
+  OUTER_STEPS = 2
+  # FedIHGP, with the seed of its FedOut. Its round n has two purposes.
+  NEUMANN_STOP = 3  # N'
+  FIRST_NEUMANN_ROUND = 4
+  # One-round methods.
+  CLIENT_STEPS = 0
+  # Within local steps along the local hypergradient.
+  LOCAL_OUTER_BATCHES = 0
+  LOCAL_INNER_BATCHES = 1
+  LOCAL_STOP = 2
+  # Within local steps on several variables at once.
+  SIMULTANEOUS_INNER = 0
+  SIMULTANEOUS_OUTER = 1
+  # Within local steps of a problem with personal inner solutions.
+  PERSONAL_INNER = 0
+  PERSONAL_OUTER = 1
+
+
+def neumann_cohort(index: tf.Tensor | int) -> tf.Tensor | int:
+  """The purpose of the draw of S_n, n = `index`."""
+  return Purpose.FIRST_NEUMANN_ROUND + 2 * index
+
+
+def neumann_sample(index: tf.Tensor | int) -> tf.Tensor | int:
+  """The purpose of the sample zeta_{i,n}, n = `index`."""
+  return Purpose.FIRST_NEUMANN_ROUND + 2 * index + 1
 
 
 def num_examples(examples: Structure) -> tf.Tensor:
@@ -18,14 +67,14 @@ def num_examples(examples: Structure) -> tf.Tensor:
   return tf.shape(tf.nest.flatten(examples)[0])[0]
 
 
-def fold_in(seed: tf.Tensor, data) -> tf.Tensor:
+def fold_in(seed: tf.Tensor, data: tf.Tensor | int) -> tf.Tensor:
   """A new int64 seed of shape [2] from a seed and a number."""
   return tf.random.experimental.stateless_fold_in(
       seed, tf.cast(data, tf.int64)
   )
 
 
-def permutation(shape: tuple, seed: tf.Tensor) -> tf.Tensor:
+def permutation(shape: tuple[tf.Tensor, ...], seed: tf.Tensor) -> tf.Tensor:
   """Independent uniform permutations along the last axis of `shape`."""
   # argsort of uniforms, because RandomShuffle is neither stateless nor
   # vectorisable.
@@ -39,19 +88,19 @@ def fingerprint(examples: Structure) -> tf.Tensor:
   seed. What tells them apart is their data, so its hash is folded into theirs.
   """
 
-  def digest(t):  # one row of bytes -> one row of 8 bytes
+  def digest(t: tf.Tensor) -> tf.Tensor:  # a row of bytes -> a row of 8 bytes
     return tf.fingerprint(tf.reshape(t, [1, -1]))
 
   rows = [digest(leaf) for leaf in tf.nest.flatten(examples)]
   return tf.bitcast(digest(tf.concat(rows, axis=1)), tf.int64)[0]
 
 
-class Minibatches:
+class Minibatches(Generic[Data]):
   """The stream of minibatches that the first `num_steps` steps draw from."""
 
   def __init__(
       self,
-      examples: Structure,
+      examples: Data,
       batch_size: int | None,
       num_steps: tf.Tensor,
       seed: tf.Tensor,
@@ -73,7 +122,7 @@ class Minibatches:
     num_epochs = -(-num_steps // self._per_epoch)
     self._order = permutation((num_epochs, count), seed)
 
-  def __getitem__(self, step: tf.Tensor) -> Structure:
+  def __getitem__(self, step: tf.Tensor) -> Data:
     if self._batch_size is None:
       return self._examples
     epoch, position = step // self._per_epoch, step % self._per_epoch
@@ -91,9 +140,7 @@ def steps_per_epoch(count: tf.Tensor, batch_size: int | None) -> tf.Tensor:
   return -(-count // batch_size)
 
 
-def sample(
-    examples: Structure, size: int | None, seed: tf.Tensor
-) -> Structure:
+def sample(examples: Data, size: int | None, seed: tf.Tensor) -> Data:
   """`size` examples drawn without replacement; all of them if `size` is None.
 
   The samples xi_i and zeta_i of the algorithms outside the local loops. A

@@ -1,11 +1,23 @@
 """Nested problems: losses, variables and the split of a client's examples."""
 
 from fednest_tff.problems.problem import (
+    Batch,
+    Features,
     Problem,
     bilevel,
     compositional,
     minimax,
+    personal,
     single_level,
 )
 
-__all__ = ['Problem', 'bilevel', 'compositional', 'minimax', 'single_level']
+__all__ = [
+    'Batch',
+    'Features',
+    'Problem',
+    'bilevel',
+    'compositional',
+    'minimax',
+    'personal',
+    'single_level',
+]

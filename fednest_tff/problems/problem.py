@@ -3,12 +3,15 @@
 A problem is a pair of losses over two variables, min_x mean_i f_i(x, y*(x))
 with y*(x) = argmin_y mean_i g_i(x, y), where client i enters only through its
 examples: f_i and g_i are the same functions of different batches. Four builders
-cover the problem classes of the paper (section 2.1 and 3.1-3.3):
+cover the problem classes of the paper (section 2.1 and 3.1-3.3), and a fifth
+gives each client an inner problem to itself:
 
 - `bilevel`: f(x, y) and g(x, y);
 - `minimax`: f(x, y) and g = -f, whose hypergradient is the direct one;
 - `compositional`: f(y) and g = 1/2 ||y - r(x)||^2, whose Hessian is I;
-- `single_level`: f(x) and no inner problem.
+- `single_level`: f(x) and no inner problem;
+- `personal`: f(x, y) and g(x, y) with y_i*(x) = argmin_y g_i(x, y), so that
+  min_x mean_i f_i(x, y_i*(x)).
 
 Variables are nested structures of float tensors. A loss takes them and a dense
 batch, `element_spec` with a leading axis, and returns the mean over the batch.
@@ -16,16 +19,29 @@ batch, `element_spec` with a leading axis, and returns the mean over the batch.
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any
+from typing import NewType
 
 import tensorflow as tf
 
 from fednest_tff import vector_space
 from fednest_tff.problems import splits, validation
+from fednest_tff.problems.projections import Projection
 from fednest_tff.vector_space import Structure
 
-Loss = Callable[[Structure, Structure, Structure], tf.Tensor]
+# Dense examples: the structure of `element_spec` with a leading axis. It is a
+# type of its own, so that a type checker refuses a batch in place of features.
+Batch = NewType('Batch', object)
+# The representation of a batch at some x; what the losses take.
+Features = NewType('Features', object)
+
+Loss = Callable[[Structure, Structure, Features], tf.Tensor]
+Representation = Callable[[Structure, Batch], Features]
 Initializer = Callable[[int], Structure]
+# The functions that users write. They know the structure of their examples, so
+# that a batch may have any type there.
+LossOfBatch = Callable[[Structure, Structure, Structure], tf.Tensor]
+LossWithoutInner = Callable[[Structure, Structure], tf.Tensor]
+Map = Callable[[Structure, Structure], Structure]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +49,8 @@ class Problem:
   """A nested problem; made by the builders of this module, not by hand.
 
   Attributes:
-    kind: 'bilevel', 'minimax', 'compositional' or 'single_level'.
+    kind: 'bilevel', 'minimax', 'compositional', 'single_level' or 'personal';
+      for messages.
     outer_loss: f_i(x, y; features), where features are those of a batch.
     inner_loss: g_i(x, y; features).
     init_outer: x at the start, from a seed.
@@ -43,8 +60,16 @@ class Problem:
     representation: From x and a batch to the features that the losses take;
       the batch itself unless the problem declares one. It is all that the
       losses need of the batch, so it is evaluated once while x is fixed.
+    project_outer: The projection on the feasible set of x.
+    project_inner: The projection on the feasible set of y.
     outer_spec: The `tf.TensorSpec`s of x.
     inner_spec: The `tf.TensorSpec`s of y; empty for a single-level problem.
+    has_inner: Whether there is a variable y.
+    is_implicit: Whether the hypergradient has an indirect part, and so needs
+      FedIHGP.
+    hessian_is_identity: Whether the inner Hessian is I, so that H^-1 is known.
+    inner_is_personal: Whether each client has its own inner solution y_i*(x);
+      y is then where clients start from.
   """
 
   kind: str
@@ -54,19 +79,15 @@ class Problem:
   init_inner: Initializer
   element_spec: Structure
   split: splits.Split
-  representation: Callable[[Structure, Structure], Structure]
+  representation: Representation
+  project_outer: Projection
+  project_inner: Projection
   outer_spec: Structure
   inner_spec: Structure
-
-  @property
-  def has_inner(self) -> bool:
-    """Whether there is a variable y at all."""
-    return self.kind != 'single_level'
-
-  @property
-  def is_implicit(self) -> bool:
-    """Whether the hypergradient has an indirect part, and so needs FedIHGP."""
-    return self.kind in ('bilevel', 'compositional')
+  has_inner: bool
+  is_implicit: bool
+  hessian_is_identity: bool
+  inner_is_personal: bool = False
 
   @property
   def has_representation(self) -> bool:
@@ -79,9 +100,13 @@ class Problem:
     return vector_space.scalar_dtype((self.outer_spec, self.inner_spec))
 
 
-def _identity(x: Structure, batch: Structure) -> Structure:
+def _identity(x: Structure, batch: Batch) -> Features:
   del x  # The batch is its own representation.
-  return batch
+  return Features(batch)
+
+
+def _or_identity(project: Projection | None) -> Projection:
+  return vector_space.identity if project is None else project
 
 
 def _build(
@@ -91,11 +116,39 @@ def _build(
     init_outer: Initializer,
     init_inner: Initializer,
     element_spec: Structure,
-    split: Any,
-    representation: Callable[[Structure, Structure], Structure] | None,
-    outer_loss_name: str = 'outer_loss',
+    split: splits.SplitArgument,
+    *,
+    representation: Representation | None = None,
+    project_outer: Projection | None = None,
+    project_inner: Projection | None = None,
+    has_inner: bool = True,
+    is_implicit: bool = False,
+    hessian_is_identity: bool = False,
+    inner_is_personal: bool = False,
+    losses: dict[str, Loss],
 ) -> Problem:
-  """Makes a problem and checks it at its initial point."""
+  """Makes a problem and checks it at its initial point.
+
+  Args:
+    kind: As in `Problem`, and so are the other arguments without a description.
+    outer_loss: f.
+    inner_loss: g.
+    init_outer: x at the start.
+    init_inner: y at the start.
+    element_spec: One example.
+    split: Inner and outer examples.
+    representation: `None` for the batch itself.
+    project_outer: `None` for the whole space.
+    project_inner: `None` for the whole space.
+    has_inner: Whether there is a variable y.
+    is_implicit: Whether the hypergradient has an indirect part.
+    hessian_is_identity: Whether the inner Hessian is I.
+    inner_is_personal: Whether each client has its own inner solution.
+    losses: The losses to check, by the names of the arguments they came from.
+
+  Returns:
+    The problem.
+  """
   element_spec = validation.check_element_spec(element_spec)
   problem = Problem(
       kind=kind,
@@ -106,32 +159,39 @@ def _build(
       element_spec=element_spec,
       split=splits.to_split(split),
       representation=representation or _identity,
+      project_outer=_or_identity(project_outer),
+      project_inner=_or_identity(project_inner),
       outer_spec=validation.check_variable('init_outer', init_outer),
       inner_spec=(
-          () if kind == 'single_level'
-          else validation.check_variable('init_inner', init_inner)
+          validation.check_variable('init_inner', init_inner)
+          if has_inner else ()
       ),
+      has_inner=has_inner,
+      is_implicit=is_implicit,
+      hessian_is_identity=hessian_is_identity,
+      inner_is_personal=inner_is_personal,
   )
   batch = validation.probe_batch(element_spec)
   validation.check_split(problem.split, batch)
   x, y = vector_space.tensors((init_outer(0), init_inner(0)))
+  validation.check_projection('outer', problem.project_outer, x)
+  validation.check_projection('inner', problem.project_inner, y)
   features = validation.check_representation(problem.representation, x, batch)
-  validation.check_loss(outer_loss_name, outer_loss, x, y, features)
-  # What g is made of has been checked before: f itself, or the inner map.
-  if kind == 'bilevel':
-    validation.check_loss('inner_loss', inner_loss, x, y, features)
+  for name, loss in losses.items():
+    validation.check_loss(name, loss, x, y, features)
   return problem
 
 
 def bilevel(
-    outer_loss: Loss,
-    inner_loss: Loss,
+    outer_loss: LossOfBatch,
+    inner_loss: LossOfBatch,
     init_outer: Initializer,
     init_inner: Initializer,
     element_spec: Structure,
     *,
-    split: Any = 0.5,
-    representation: Callable[[Structure, Structure], Structure] | None = None,
+    split: splits.SplitArgument = 0.5,
+    representation: Map | None = None,
+    project_outer: Projection | None = None,
 ) -> Problem:
   """min_x mean_i f_i(x, y*(x)), y*(x) = argmin_y mean_i g_i(x, y).
 
@@ -153,6 +213,9 @@ def bilevel(
     representation: Optional `(x, batch) -> features`. If given, both losses
       take its result in place of the batch. Features keep the leading axis,
       example by example, and carry all that the losses need (labels, too).
+    project_outer: The projection on the feasible set of x, a function of x such
+      as those of `fednest_tff.projections`; `None` for the whole space. There
+      is none for y: the hypergradient formula needs an unconstrained y*(x).
 
   Returns:
     A `Problem`.
@@ -162,18 +225,22 @@ def bilevel(
   """
   return _build(
       'bilevel', outer_loss, inner_loss, init_outer, init_inner, element_spec,
-      split, representation,
+      split, representation=representation, project_outer=project_outer,
+      is_implicit=True,
+      losses=dict(outer_loss=outer_loss, inner_loss=inner_loss),
   )
 
 
 def minimax(
-    loss: Loss,
+    loss: LossOfBatch,
     init_outer: Initializer,
     init_inner: Initializer,
     element_spec: Structure,
     *,
-    split: Any = 'same',
-    representation: Callable[[Structure, Structure], Structure] | None = None,
+    split: splits.SplitArgument = 'same',
+    representation: Map | None = None,
+    project_outer: Projection | None = None,
+    project_inner: Projection | None = None,
 ) -> Problem:
   """min_x max_y mean_i f_i(x, y): bilevel with g = -f.
 
@@ -184,24 +251,29 @@ def minimax(
     element_spec: Structure of `tf.TensorSpec`s of one example.
     split: As in `bilevel`; both levels see all examples by default.
     representation: As in `bilevel`.
+    project_outer: As in `bilevel`.
+    project_inner: Likewise, the projection on the feasible set of y.
 
   Returns:
     A `Problem`.
   """
   return _build(
       'minimax', loss, lambda x, y, batch: -loss(x, y, batch), init_outer,
-      init_inner, element_spec, split, representation, outer_loss_name='loss',
+      init_inner, element_spec, split, representation=representation,
+      project_outer=project_outer, project_inner=project_inner,
+      losses=dict(loss=loss),
   )
 
 
 def compositional(
-    outer_loss: Callable[[Structure, Structure], tf.Tensor],
-    inner_map: Callable[[Structure, Structure], Structure],
+    outer_loss: LossWithoutInner,
+    inner_map: Map,
     init_outer: Initializer,
     init_inner: Initializer,
     element_spec: Structure,
     *,
-    split: Any = 'same',
+    split: splits.SplitArgument = 'same',
+    project_outer: Projection | None = None,
 ) -> Problem:
   """min_x mean_i f_i(mean_j r_j(x)): bilevel with g_i = 1/2 ||y - r_i(x)||^2.
 
@@ -212,26 +284,34 @@ def compositional(
     init_inner: `seed -> y`.
     element_spec: Structure of `tf.TensorSpec`s of one example.
     split: As in `bilevel`; both levels see all examples by default.
+    project_outer: As in `bilevel`.
 
   Returns:
     A `Problem`.
   """
 
-  def inner_loss(x, y, batch):
+  def loss(x: Structure, y: Structure, batch: Structure) -> tf.Tensor:
+    del x  # f depends on x through y alone.
+    return outer_loss(y, batch)
+
+  def inner_loss(x: Structure, y: Structure, batch: Structure) -> tf.Tensor:
     residual = vector_space.subtract(y, inner_map(x, batch))
     return vector_space.squared_norm(residual) / 2
 
   validation.check_inner_map(inner_map, init_outer, init_inner, element_spec)
   return _build(
-      'compositional', lambda x, y, batch: outer_loss(y, batch), inner_loss,
-      init_outer, init_inner, element_spec, split, None,
+      'compositional', loss, inner_loss, init_outer, init_inner, element_spec,
+      split, project_outer=project_outer, is_implicit=True,
+      hessian_is_identity=True, losses=dict(outer_loss=loss),
   )
 
 
 def single_level(
-    loss: Callable[[Structure, Structure], tf.Tensor],
+    loss: LossWithoutInner,
     init_outer: Initializer,
     element_spec: Structure,
+    *,
+    project_outer: Projection | None = None,
 ) -> Problem:
   """min_x mean_i f_i(x): no inner problem, FedOut alone.
 
@@ -239,12 +319,56 @@ def single_level(
     loss: f, `(x, batch) -> scalar`, a mean over the batch.
     init_outer: `seed -> x`.
     element_spec: Structure of `tf.TensorSpec`s of one example.
+    project_outer: As in `bilevel`.
 
   Returns:
     A `Problem`.
   """
+
+  def outer_loss(x: Structure, y: Structure, batch: Structure) -> tf.Tensor:
+    del y  # There is none.
+    return loss(x, batch)
+
   return _build(
-      'single_level', lambda x, y, batch: loss(x, batch),
-      lambda x, y, batch: tf.zeros([]), init_outer, lambda seed: (),
-      element_spec, 'same', None, outer_loss_name='loss',
+      'single_level', outer_loss, lambda x, y, batch: tf.zeros([]), init_outer,
+      lambda seed: (), element_spec, 'same', project_outer=project_outer,
+      has_inner=False, losses=dict(loss=outer_loss),
+  )
+
+
+def personal(
+    outer_loss: LossOfBatch,
+    inner_loss: LossOfBatch,
+    init_outer: Initializer,
+    init_inner: Initializer,
+    element_spec: Structure,
+    *,
+    split: splits.SplitArgument = 0.5,
+    representation: Map | None = None,
+    project_outer: Projection | None = None,
+) -> Problem:
+  """min_x mean_i f_i(x, y_i*(x)), y_i*(x) = argmin_y g_i(x, y).
+
+  Each client solves its own inner problem, on its inner examples alone:
+  personal heads over a shared backbone, adaptation to a task in meta-learning,
+  hyper-parameters that are good for all clients' own models.
+
+  Args:
+    outer_loss: f, as in `bilevel`.
+    inner_loss: g, as in `bilevel`.
+    init_outer: `seed -> x`.
+    init_inner: `seed -> y`, where all clients start their inner steps.
+    element_spec: Structure of `tf.TensorSpec`s of one example.
+    split: As in `bilevel`.
+    representation: As in `bilevel`.
+    project_outer: As in `bilevel`.
+
+  Returns:
+    A `Problem`, for `build_personal`.
+  """
+  return _build(
+      'personal', outer_loss, inner_loss, init_outer, init_inner, element_spec,
+      split, representation=representation, project_outer=project_outer,
+      is_implicit=True, inner_is_personal=True,
+      losses=dict(outer_loss=outer_loss, inner_loss=inner_loss),
   )

@@ -1,7 +1,7 @@
 """How a client's examples become its inner and its outer examples."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Literal, TypeAlias
 
 import tensorflow as tf
 
@@ -9,6 +9,8 @@ from fednest_tff.vector_space import Structure
 
 # From dense examples to (inner examples, outer examples).
 Split = Callable[[Structure], tuple[Structure, Structure]]
+# What users may give for it.
+SplitArgument: TypeAlias = float | Literal['same'] | Split
 
 
 def same(examples: Structure) -> tuple[Structure, Structure]:
@@ -37,7 +39,7 @@ def by_fraction(fraction: float, seed: int = 0) -> Split:
         f' {fraction}.'
     )
 
-  def split(examples):
+  def split(examples: Structure) -> tuple[Structure, Structure]:
     count = tf.shape(tf.nest.flatten(examples)[0])[0]
     share = tf.round(fraction * tf.cast(count, tf.float32))
     num_inner = tf.clip_by_value(
@@ -46,7 +48,7 @@ def by_fraction(fraction: float, seed: int = 0) -> Split:
     order = tf.argsort(tf.random.stateless_uniform([count], [seed, 0]))
     first_outer = tf.minimum(num_inner, count - 1)
 
-    def take(indices):
+    def take(indices: tf.Tensor) -> Structure:
       return tf.nest.map_structure(lambda t: tf.gather(t, indices), examples)
 
     return take(order[:num_inner]), take(order[first_outer:])
@@ -54,7 +56,7 @@ def by_fraction(fraction: float, seed: int = 0) -> Split:
   return split
 
 
-def to_split(split: Any) -> Split:
+def to_split(split: SplitArgument) -> Split:
   """A split from what users may give: a fraction, 'same' or a function."""
   if callable(split):
     return split

@@ -1,7 +1,6 @@
 """Checks of a problem's parts when it is built, each naming its argument."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -10,6 +9,8 @@ from fednest_tff import vector_space
 from fednest_tff.vector_space import Structure
 
 _PROBE_SIZE = 2
+# How far a feasible point may be from its projection, relative to its norm.
+_FEASIBLE = 1e-5
 
 
 def _same_structure(a: Structure, b: Structure) -> bool:
@@ -26,7 +27,7 @@ def _describe(spec: Structure) -> str:
   )
 
 
-def _tensors(name: str, value: Any) -> Structure:
+def _tensors(name: str, value: object) -> Structure:
   """What the argument `name` returned, as tensors."""
   try:
     return vector_space.tensors(value)
@@ -79,10 +80,36 @@ def check_variable(name: str, init: Callable[[int], Structure]) -> Structure:
   return spec
 
 
+def check_projection(
+    level: str, project: Callable[[Structure], Structure], value: Structure
+) -> None:
+  """Refuses a projection that does not fit the variable, or its start."""
+  name = f'project_{level}'
+  if not callable(project):
+    raise ValueError(f'`{name}` must be a function; got {project!r}.')
+  projected = _tensors(name, project(value))
+  if not _same_structure(projected, value) or (
+      tf.nest.flatten(vector_space.specs(projected))
+      != tf.nest.flatten(vector_space.specs(value))
+  ):
+    raise ValueError(
+        f'`{name}` must return the structure that it was given,'
+        f' {_describe(vector_space.specs(value))}; got'
+        f' {_describe(vector_space.specs(projected))}.'
+    )
+  moved = vector_space.norm(vector_space.subtract(projected, value)).numpy()
+  scale = 1 + vector_space.norm(value).numpy()
+  if not moved <= _FEASIBLE * scale:
+    raise ValueError(
+        f'`init_{level}` must start in the set of `{name}`; the projection'
+        f' moves it by {moved:.3g}.'
+    )
+
+
 def probe_batch(element_spec: Structure) -> Structure:
   """A small batch to try functions on: uniform floats, zeros otherwise."""
 
-  def probe(index, spec):
+  def probe(index: int, spec: tf.TensorSpec) -> tf.Tensor:
     shape = [_PROBE_SIZE, *spec.shape]
     if spec.dtype.is_floating:
       return tf.random.stateless_uniform(shape, [0, index], dtype=spec.dtype)
@@ -141,7 +168,9 @@ def check_inner_map(
       raise ValueError('`inner_map` is not finite at the initial point.')
 
 
-def check_split(split: Callable[[Structure], Any], batch: Structure) -> None:
+def check_split(
+    split: Callable[[Structure], tuple[Structure, Structure]], batch: Structure
+) -> None:
   """Refuses a split whose parts are not examples like those it got."""
   parts = split(batch)
   if not isinstance(parts, tuple) or len(parts) != 2:

@@ -1,10 +1,10 @@
-"""Where TFF computations run: in this process, in TFF's worker, or on several.
+"""Chooses where TFF computations run, by `use_runtime`.
 
-Importing this changes nothing; `use_runtime` chooses.
+There are three runtimes: this process, TFF's C++ worker on this machine, and
+several such workers on other machines. Importing this package chooses none.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import grpc
 import tensorflow_federated as tff
@@ -21,28 +21,30 @@ def use_runtime(
     unroll: int | None = None,
     workers: Sequence[str] | None = None,
     credentials: grpc.ChannelCredentials | None = None,
-) -> Any:
-  """Makes a runtime TFF's default: computations called from now on use it.
+) -> tff.framework.SyncContext:
+  """Makes a runtime TFF's default, for all computations from now on.
 
   Args:
-    name: 'in_process', which compiles a computation to one TensorFlow function
-      and runs it here, on GPUs if there are any; 'native', TFF's own C++
-      worker; or 'workers', several of those, one communication round per call.
-    devices: For 'in_process': names such as ['GPU:0', 'GPU:1'] that a cohort's
-      clients are spread over; `None` for every GPU, or else the CPU.
+    name: 'in_process' compiles a computation to one TensorFlow function and
+      runs it in this process, on GPUs if there are any. 'native' runs it in
+      TFF's own C++ worker. 'workers' runs it on several such workers, with at
+      most one communication round per computation.
+    devices: For 'in_process': names such as ['GPU:0', 'GPU:1']. The clients of
+      a cohort are divided among these devices. `None` means every GPU, or the
+      CPU if there is none.
     unroll: For 'in_process': the largest cohort that is compiled client by
-      client, for the quickest epochs. Larger ones, or all with 0, become a
-      loop, which compiles in a third of the time. `None` decides by the number
-      of clients and the size of the computation.
-    workers: For 'workers': their addresses, ['host:port', ...].
-    credentials: For 'workers': TLS credentials of the channels; `None` for
-      plain text, which belongs behind a firewall.
+      client, which makes the fastest epochs. A larger one becomes a loop, which
+      compiles in a third of the time; 0 makes every cohort a loop. `None`
+      decides by the number of clients and the size of the computation.
+    workers: For 'workers': the addresses, ['host:port', ...].
+    credentials: For 'workers': TLS credentials; `None` for plain text, which
+      is safe only behind a firewall.
 
   Returns:
-    The context, which is also TFF's default now.
+    The context, which is now TFF's default.
 
   Raises:
-    ValueError: If an argument does not fit; it names the argument.
+    ValueError: If an argument is wrong; the message names the argument.
   """
   if name not in RUNTIMES:
     raise ValueError(f'`name` must be one of {RUNTIMES}; got {name!r}.')
@@ -54,8 +56,9 @@ def use_runtime(
     raise ValueError(
         "`workers` and `credentials` go with the runtime 'workers' only."
     )
-  # The other two are modules that most programs never need, one of them a
-  # program itself.
+  # The modules of the other two are imported only if needed. One of them is
+  # also a program, which must not be imported before it runs.
+  context: tff.framework.SyncContext
   if name == 'in_process':
     context = in_process.InProcessContext(
         in_process.InProcessRuntime(devices, unroll)

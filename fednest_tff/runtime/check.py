@@ -1,10 +1,10 @@
-r"""Shows what this machine can run on, and tries it.
+r"""Tries every device of this machine.
 
   python -m fednest_tff.runtime.check
 
-Prints versions and devices, runs a small FedNest epoch on each device with its
-time, and says what is wrong if something is. The exit code is 0 if every device
-worked and 1 otherwise.
+Prints versions and devices, runs a small FedNest epoch on each device, and
+prints its time or its error. The exit code is 0 if all devices worked and 1
+otherwise.
 """
 
 import platform
@@ -22,11 +22,11 @@ from fednest_tff.runtime import devices as devices_lib
 _DIM = 64
 
 
-def _small_epoch() -> tuple[fednest_tff.FedNestProcess, list]:
-  """A process and its clients: ridge strengths of a linear model."""
+def _small_epoch() -> tuple[fednest_tff.NestedProcess, list[tf.data.Dataset]]:
+  """Builds a process, which tunes a ridge regression, and its clients."""
   spec = (tf.TensorSpec([_DIM], tf.float32), tf.TensorSpec([], tf.float32))
 
-  def error(y, batch):
+  def error(y: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
     return tf.reduce_mean((tf.linalg.matvec(batch[0], y) - batch[1]) ** 2)
 
   problem = fednest_tff.bilevel(
@@ -36,7 +36,7 @@ def _small_epoch() -> tuple[fednest_tff.FedNestProcess, list]:
       lambda seed: tf.zeros([_DIM]),
       spec,
   )
-  process = fednest_tff.build_fed_nest(
+  process = fednest_tff.build(
       problem, outer_learning_rate=0.01, inner_learning_rate=0.01
   )
   rng = np.random.default_rng(0)
@@ -51,7 +51,7 @@ def _small_epoch() -> tuple[fednest_tff.FedNestProcess, list]:
 
 
 def _try_device(device: str) -> str:
-  """Runs two epochs on `device`; the second is timed."""
+  """Runs two epochs on `device`; returns a text with their times."""
   runtime.use_runtime('in_process', devices=[device])
   process, clients = _small_epoch()
   state = process.initialize()
@@ -69,7 +69,7 @@ def _try_device(device: str) -> str:
 
 
 def _gpu_advice() -> str | None:
-  """Why TensorFlow sees no GPU, as far as one can tell."""
+  """Says why TensorFlow finds no GPU; returns `None` if it finds one."""
   if tf.config.list_physical_devices('GPU'):
     return None
   if not tf.test.is_built_with_cuda():
@@ -96,7 +96,7 @@ def main() -> int:
   for name in names:
     try:
       print(f'{name} {_try_device(name)}')
-    except Exception as error:  # Whatever it is, it is the finding.
+    except Exception as error:  # Any error is reported.
       failures += 1
       print(f'{name} failed: {type(error).__name__}: {error}')
   return 1 if failures else 0

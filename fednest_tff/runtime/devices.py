@@ -1,4 +1,4 @@
-"""Which devices computations run on."""
+"""Finds and chooses the devices that computations run on."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ import tensorflow as tf
 
 
 def _short_name(name: str) -> str:
-  """'GPU:0' of '/device:GPU:0', '/physical_device:gpu:0' or 'gpu:0'."""
+  """Shortens '/device:GPU:0', '/physical_device:gpu:0' or 'gpu' to 'GPU:0'."""
   kind, _, index = name.rpartition('device:')[2].strip('/').partition(':')
   return f'{kind.upper()}:{index or 0}'
 
 
 def visible_devices() -> list[str]:
-  """The names of all CPUs and GPUs, such as 'CPU:0'."""
+  """Lists the names of all CPUs and GPUs, such as 'CPU:0'."""
   return [
       _short_name(device.name)
       for device in tf.config.list_logical_devices()
@@ -21,25 +21,29 @@ def visible_devices() -> list[str]:
 
 
 def grow_memory() -> None:
-  """Lets GPUs take memory as it is needed, unless they are in use already."""
+  """Lets GPUs take memory when they need it, instead of all at the start.
+
+  GPUs that are in use already stay as they are.
+  """
   for gpu in tf.config.list_physical_devices('GPU'):
     try:
       tf.config.experimental.set_memory_growth(gpu, True)
-    except RuntimeError:  # Initialised: it stays as it was.
+    except RuntimeError:  # It is in use.
       pass
 
 
 def choose(devices: Sequence[str] | None) -> list[str]:
-  """The devices to use, as `tf.device` takes them.
+  """Checks a list of devices, or makes one.
 
   Args:
-    devices: Names such as 'GPU:0'; `None` for every GPU, or else the CPU.
+    devices: Names such as 'GPU:0'; `None` for every GPU, or for the CPU if
+      there is none.
 
   Returns:
-    Names such as '/device:GPU:0'.
+    Names as `tf.device` takes them, such as '/device:GPU:0'.
 
   Raises:
-    ValueError: If a device does not exist; it names those that do.
+    ValueError: If a device does not exist; the message names those that do.
   """
   grow_memory()
   found = visible_devices()

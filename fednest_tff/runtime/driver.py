@@ -1,42 +1,110 @@
-"""FedNest round by round, each communication round on a cohort of its own.
+"""The driver: runs a process round by round.
 
 `process.next` runs a whole epoch as one computation on one cohort. Algorithms 2
-to 4 draw a new S for every round instead, and a runtime on several machines
-takes one round at a time. The driver goes through an epoch's rounds
-(`process.rounds`) and does the server's part between them (`process.server`):
-
-  inner, T times   [inner_gradient: q]  inner_update: y+     Algorithm 4
-  outer            [ihgp_gradient: b, ihgp_product: H v, N' times: p]
-                   [hypergradient: h]   outer_update: x+     Algorithms 3 and 2
-  or               joint_update: (x+, y+)                    one-round methods
-
-Given the same cohort in every round, it returns what `next` returns.
+to 4 draw a new cohort for every round instead, and a runtime on several
+machines takes one round at a time. Given the same cohort in every round, the
+driver returns what `next` returns: both run the method's own `epoch`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+import functools
 
 import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff.algorithms import (
-    fed_ihgp,
-    fed_nest,
-    fed_out,
-    joint,
-    lfed_out,
-    rounds,
+from fednest_tff.federated.process import (
+    NestedProcess,
+    NestedState,
+    run_epoch,
 )
-from fednest_tff.algorithms.federation import NestedState
+from fednest_tff.federated.rounds import Averaged, Message, Round, ServerValue
+from fednest_tff.runtime.communication import (
+    CommunicationCost,
+    communication_cost,
+)
 
 Cohort = Sequence[tf.data.Dataset]
 # (epoch, name of the round, its number in the epoch from 0) -> datasets.
 Sampler = Callable[[int, str, int], Cohort]
 
 
-def _count_examples(dataset: Any) -> int:
-  """How many examples a client has."""
+class RoundByRound:
+  """Runs an epoch from Python, each round on its cohort.
+
+  Attributes:
+    aggregators: The aggregators' states, by name.
+    metrics: The epoch's metrics, by name.
+    num_rounds: Rounds that were run.
+    bytes_up: Bytes that all clients have sent.
+    bytes_down: Bytes that all clients have received.
+    counts: Numbers of clients and examples of the first round.
+  """
+
+  def __init__(
+      self,
+      rounds: dict[str, tff.Computation],
+      aggregators: dict[str, ServerValue],
+      cohort: Sampler,
+      epoch: int,
+      cost: Callable[[str], CommunicationCost],
+  ):
+    """Prepares an epoch.
+
+    Args:
+      rounds: The rounds as computations, by name.
+      aggregators: The aggregators' states, by name.
+      cohort: The clients of each round.
+      epoch: The number of the epoch, for `cohort`.
+      cost: From the name of a round to its cost for one client.
+    """
+    self._cost = cost
+    self._rounds = rounds
+    self._cohort = cohort
+    self._epoch = epoch
+    self.aggregators = dict(aggregators)
+    self.metrics: dict[str, ServerValue] = {}
+    self.num_rounds = 0
+    self.bytes_up = 0
+    self.bytes_down = 0
+    self.counts: dict[str, np.int64] = {}
+
+  def round(
+      self, round_: Round, message: Message, chance: float = 1.0
+  ) -> Averaged:
+    del chance  # It is wanted, or else the epoch would not ask.
+    clients = list(self._cohort(self._epoch, round_.name, self.num_rounds))
+    if not self.counts:
+      self.counts = dict(
+          num_clients=np.int64(len(clients)),
+          num_examples=np.int64(sum(map(_count_examples, clients))),
+      )
+    name = round_.aggregation.name
+    output = self._rounds[round_.name](
+        self.aggregators[name], message, clients
+    )
+    self.num_rounds += 1
+    cost = self._cost(round_.name)
+    self.bytes_up += cost.bytes_up * len(clients)
+    self.bytes_down += cost.bytes_down * len(clients)
+    self.aggregators[name] = output.state
+    self.measure(**output.measurements)
+    return Averaged(output.value, dict(output.metrics))
+
+  def server(
+      self, computation: tff.Computation, *arguments: ServerValue
+  ) -> ServerValue:
+    return computation(*arguments)
+
+  def measure(self, **metrics: ServerValue) -> None:
+    self.metrics |= metrics
+
+  def is_zero(self, number: ServerValue) -> bool:
+    return int(number) == 0
+
+
+def _count_examples(dataset: tf.data.Dataset | Sequence[object]) -> int:
+  """The number of a client's examples."""
   if not isinstance(dataset, tf.data.Dataset):
     return len(dataset)
   count = dataset.cardinality().numpy()
@@ -45,139 +113,26 @@ def _count_examples(dataset: Any) -> int:
   return dataset.reduce(np.int64(0), lambda total, _: total + 1).numpy()
 
 
-class _Epoch:
-  """An epoch under way.
+class Driver:
+  """Runs a process round by round; see `build_driver`.
 
   Attributes:
-    metrics: What was measured so far, by name.
-    aggregators: The aggregators' states, by name.
+    process: The process.
   """
 
-  def __init__(self, process, state: NestedState, cohort: Sampler):
-    self._process = process
-    self._cohort = cohort
-    self._epoch = int(state.epoch)
-    self._server = process.server
-    self._rounds = process.rounds
-    self._counts = {}
-    self._num_rounds = 0
-    self.metrics = {}
-    self.aggregators = {
-        name: state.aggregators[name] for name in state.aggregators
-    }
-
-  def has(self, name: str) -> bool:
-    """Whether the epoch has rounds of that name."""
-    return name in self._rounds
-
-  def serve(self, name: str, *arguments) -> Any:
-    """Does a part of the server's."""
-    return self._server[name](*arguments)
-
-  def run(self, name: str, message: Any, aggregator: str | None = None) -> Any:
-    """Runs a communication round on its cohort; returns its value.
-
-    Args:
-      name: Of the round.
-      message: What its clients are sent.
-      aggregator: Name of the aggregator's state, if it is not the round's.
-
-    Returns:
-      What the round was for. Its metrics join the others.
-    """
-    aggregator = aggregator or name
-    clients = list(self._cohort(self._epoch, name, self._num_rounds))
-    if not self._counts:
-      self._counts = dict(
-          num_clients=np.int64(len(clients)),
-          num_examples=np.int64(sum(map(_count_examples, clients))),
-      )
-    output = self._rounds[name](
-        self.aggregators[aggregator], message, clients
-    )
-    self._num_rounds += 1
-    self.aggregators[aggregator] = output.state
-    self.metrics |= output.metrics
-    return output.value
-
-  def all_metrics(self) -> dict[str, Any]:
-    return (
-        self.metrics
-        | self._counts
-        | dict(communication_rounds=np.int64(self._num_rounds))
+  def __init__(self, process: NestedProcess):
+    self.process = process
+    self._cost = functools.cache(
+        lambda name: communication_cost(process.rounds[name])
     )
 
-
-def _inner_call(epoch: _Epoch, x, y, learning_rate, seed):
-  """One call of FedInn or LFedInn: y+."""
-  q = ()
-  if epoch.has('inner_gradient'):
-    q = epoch.run('inner_gradient', rounds.Point(x, y, seed))
-  return epoch.run(
-      'inner_update', rounds.Descent(x, y, q, learning_rate, seed)
-  )
-
-
-def _inverse_hessian_product(epoch: _Epoch, solver, x, y, smoothness, seed):
-  """FedIHGP: p after 1 + N' rounds."""
-  b = epoch.run('ihgp_gradient', rounds.Point(x, y, seed), 'ihgp')
-  solution = epoch.serve('ihgp_start', b, smoothness, seed)
-  n = 1
-  while solution.products_left > 0:
-    message = fed_ihgp.Product(
-        x, y, solver.vector(solution), np.int32(n), seed
-    )
-    product = epoch.run('ihgp_product', message, 'ihgp')
-    solution = epoch.serve('ihgp_advance', solution, product, smoothness)
-    n += 1
-  return solution.p
-
-
-def _outer_call(epoch: _Epoch, solver, optimizer, x, y, rates, seed):
-  """One call of FedOut or LFedOut: (optimizer state, x+)."""
-  learning_rate, smoothness = rates
-  if epoch.has('hypergradient'):
-    p = ()
-    if epoch.has('ihgp_gradient'):
-      p = _inverse_hessian_product(epoch, solver, x, y, smoothness, seed)
-    h = epoch.run('hypergradient', fed_out.Hyperpoint(x, y, p, seed))
-    message = rounds.Descent(x, y, h, learning_rate, seed)
-  else:
-    message = lfed_out.LocalDescent(x, y, learning_rate, smoothness, seed)
-  change = epoch.run('outer_update', message)
-  squared_change = epoch.metrics.pop('squared_change')
-  return _outer_step(epoch, optimizer, x, change, squared_change)
-
-
-def _outer_step(epoch: _Epoch, optimizer, x, change, squared_change):
-  optimizer, x, drift, norm = epoch.serve(
-      'outer_step', optimizer, x, change, squared_change
-  )
-  epoch.metrics |= dict(outer_drift=drift, outer_update_norm=norm)
-  return optimizer, x
-
-
-def _joint_call(epoch: _Epoch, optimizer, x, y, rates, seed):
-  """LFedNest-NonAlt or FedAvg-S: (optimizer state, x+, y+)."""
-  change = epoch.run('joint_update', joint.JointDescent(x, y, *rates, seed))
-  inner_squared = epoch.metrics.pop('inner_squared_change')
-  outer_squared = epoch.metrics.pop('outer_squared_change')
-  y, drift, norm = epoch.serve('inner_step', y, change[1], inner_squared)
-  optimizer, x = _outer_step(epoch, optimizer, x, change[0], outer_squared)
-  if 'inner_loss' in epoch.metrics:  # There is an inner problem.
-    epoch.metrics |= dict(client_drift=drift, inner_update_norm=norm)
-  return optimizer, x, y
-
-
-class Driver:
-  """Runs a process round by round; see `build_driver`."""
-
-  def __init__(self, process):
-    self._process = process
+  @property
+  def get_model_weights(self) -> tff.Computation:
+    return self.process.get_model_weights
 
   def initialize(self) -> NestedState:
-    """The process's own initial state."""
-    return self._process.initialize()
+    """The process's initial state."""
+    return self.process.initialize()
 
   def next(
       self, state: NestedState, cohort: Cohort | Sampler
@@ -193,61 +148,49 @@ class Driver:
 
     Returns:
       The new state and the metrics, as the process's `next` gives them, and
-      `communication_rounds`, the number of rounds that were run. Losses, norms
+      `communication_rounds`, `bytes_up` and `bytes_down`: the rounds that were
+      run, and the bytes of all their clients. Losses, norms
       and drifts are those of the cohorts that they were measured on, the
       numbers of clients and examples those of the first round.
     """
     sampler = cohort if callable(cohort) else lambda *_: cohort
-    epoch = _Epoch(self._process, state, sampler)
-    beta, alpha, seeds, following = epoch.serve(
-        'plan', state.seed, state.epoch
+    do = RoundByRound(
+        self.process.rounds,
+        dict(state.aggregators),
+        sampler,
+        int(state.epoch),
+        self._cost,
     )
-    x, y, optimizer = state.outer, state.inner, state.optimizer
-    if epoch.has('inner_update'):
-      for seed in seeds[:-1]:
-        y = _inner_call(epoch, x, y, beta, seed)
-    if epoch.has('outer_update'):
-      optimizer, x = _outer_call(
-          epoch, self._process.solver, optimizer, x, y,
-          (alpha, state.smoothness), seeds[-1],
-      )
-    if epoch.has('joint_update'):
-      rates = beta, alpha, state.smoothness
-      optimizer, x, y = _joint_call(epoch, optimizer, x, y, rates, seeds[-1])
-    new_state = NestedState(
-        outer=x,
-        inner=y,
-        epoch=following,
-        seed=state.seed,
-        smoothness=state.smoothness,
-        aggregators=epoch.aggregators,
-        optimizer=optimizer,
+    after = run_epoch(do, self.process.method, self.process.plan, state)
+    do.measure(
+        **do.counts,
+        communication_rounds=np.int64(do.num_rounds),
+        bytes_up=np.int64(do.bytes_up),
+        bytes_down=np.int64(do.bytes_down),
     )
     return tff.learning.templates.LearningProcessOutput(
-        new_state, epoch.all_metrics()
+        after._replace(aggregators=type(state.aggregators)(do.aggregators)),
+        do.metrics,
     )
 
 
-def build_driver(
-    process: fed_nest.FedNestProcess | rounds.RoundsProcess,
-) -> Driver:
-  """A driver for a process from `build_fed_nest`, of any method and problem.
+def build_driver(process: NestedProcess) -> Driver:
+  """A driver for a process of any method and problem.
 
-  It runs in TFF's current context, whichever that is. FedIHGP stops at N'; the
-  rounds beyond it, which `next` runs with vectors of zeros, are not run. An
-  aggregator with a state of its own, if one is given for gradients, does not
-  see those zeros, and that is the only difference from `next`.
+  It runs in TFF's current context. FedIHGP stops at N'; the rounds beyond it,
+  which `next` runs with vectors of zeros, are not run. An aggregator that keeps
+  a state, if one is given for gradients, does not see those zeros, and that is
+  the only difference from `next`.
 
   Args:
-    process: From `build_fed_nest`, or from `build_fed_inn`, `build_lfed_inn`,
-      `build_fed_out` or `build_lfed_out`.
+    process: From `fednest_tff.build` or from a builder of this library.
 
   Returns:
     A `Driver`, with `initialize` and `next`.
   """
-  if 'plan' not in getattr(process, 'server', {}):
+  if not isinstance(process, NestedProcess):
     raise ValueError(
-        '`process` must come from build_fed_nest or from a builder of one of'
-        f' its stages; got {process!r}.'
+        '`process` must come from `fednest_tff.build` or a builder of'
+        f' fednest_tff; got {process!r}.'
     )
   return Driver(process)

@@ -1,7 +1,7 @@
-"""TFF's C++ worker as a process of ours, which ends with us.
+"""Starts TFF's C++ worker in another process, and ends it with this one.
 
-The kernel ends it when this process ends, however that happens. Its output goes
-to a log file, which errors name, so it holds no pipe of ours.
+When this process ends, in whatever way, the kernel ends the worker. The worker
+writes to a log file, which errors name, and inherits no pipe.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,20 @@ import sys
 import tempfile
 import threading
 import time
+from typing import TypeAlias
 import weakref
 
 from fednest_tff.runtime import remote
 
 # Asks the kernel for SIGKILL when the parent ends (PR_SET_PDEATHSIG is 1), then
-# becomes the worker. A process of its own, because a `preexec_fn` would run
-# Python after a fork from a process full of TensorFlow's and gRPC's threads.
+# becomes the worker. A `preexec_fn` could do that too, but would run in a fork
+# of this process, which can hang because of TensorFlow's and gRPC's threads.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 parent, *command = sys.argv[1:]
 if ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0):
   sys.exit('prctl(PR_SET_PDEATHSIG) failed')
-if os.getppid() == int(parent):  # else it ended before we asked
+if os.getppid() == int(parent):  # Otherwise the parent has ended already.
   try:
     os.execv(command[0], command)
   except OSError as error:
@@ -37,35 +38,43 @@ if os.getppid() == int(parent):  # else it ended before we asked
 """
 
 
+_Process: TypeAlias = subprocess.Popen[bytes]
+# Requests for processes: where the process goes, and how to start it.
+_Requests: TypeAlias = queue.SimpleQueue[
+    tuple[concurrent.futures.Future[_Process], Callable[[], _Process]]
+]
+
+
 class _Spawner:
   """Starts processes from a thread that lives as long as this process.
 
-  The kernel takes the *thread* that started a process for its parent, and would
-  end a worker with the thread that happened to need it first.
+  For the kernel, the parent of a process is the *thread* that started it. If
+  just any thread started a worker, the worker would end with that thread.
   """
 
-  def __init__(self):
+  def __init__(self) -> None:
     self._lock = threading.Lock()
-    self._requests = queue.SimpleQueue()
-    self._pid = None
+    self._requests: _Requests = queue.SimpleQueue()
+    self._pid: int | None = None
 
-  def _serve(self, requests):
+  def _serve(self, requests: _Requests) -> None:
     while True:
-      future, args, options = requests.get()
+      future, start = requests.get()
       try:
-        future.set_result(subprocess.Popen(args, **options))
-      except BaseException as error:  # The thread must go on.
+        future.set_result(start())
+      except BaseException as error:  # The thread must not end.
         future.set_exception(error)
 
-  def start(self, args: list[str], **options) -> subprocess.Popen:
+  def start(self, start: Callable[[], _Process]) -> _Process:
+    """Calls `start`, which starts a process, and returns the process."""
     with self._lock:
-      if self._pid != os.getpid():  # At first, and again after a fork.
+      if self._pid != os.getpid():  # The first call, also after a fork.
         self._pid, self._requests = os.getpid(), queue.SimpleQueue()
         threading.Thread(
             target=self._serve, args=(self._requests,), daemon=True
         ).start()
-    future = concurrent.futures.Future()
-    self._requests.put((future, args, options))
+    future: concurrent.futures.Future[_Process] = concurrent.futures.Future()
+    self._requests.put((future, start))
     return future.result()
 
 
@@ -73,20 +82,29 @@ _spawner = _Spawner()
 
 
 def _default_binary() -> str:
+  """Finds the worker that comes with TFF, without importing TFF."""
   package = importlib.util.find_spec('tensorflow_federated')
+  assert package is not None and package.submodule_search_locations
   return os.path.join(
       package.submodule_search_locations[0], 'data', 'worker_binary'
   )
 
 
 def _reserve(port: int) -> socket.socket:
-  """A socket that keeps `port`, or a free one if 0, for the worker.
+  """Opens a socket that keeps a port free for the worker.
 
-  gRPC servers share a port that another one has (SO_REUSEPORT) and then answer
-  each other's calls, so nobody else may take it before the worker does.
+  A gRPC server can use a port that another gRPC server uses (SO_REUSEPORT), and
+  then gets some of its calls. The socket keeps others from the port until the
+  worker uses it.
+
+  Args:
+    port: The port; 0 for any free one.
+
+  Returns:
+    The socket; close it when the worker listens.
   """
   if port:
-    with socket.socket() as plain:  # Fails where a sharing one would not.
+    with socket.socket() as plain:  # This fails if the port is in use.
       plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
       plain.bind(('', port))
   reserved = socket.socket()
@@ -95,24 +113,30 @@ def _reserve(port: int) -> socket.socket:
   return reserved
 
 
-def _end(process: subprocess.Popen, owner: int, log_file: str, keep_log: bool):
+def _end(
+    process: _Process, owner: int, log_file: str, keep_log: bool
+) -> None:
+  """Ends a worker, and removes its log if it was still running."""
   if os.getpid() != owner:
-    return  # A forked child; the worker is its parent's.
-  was_well = process.poll() is None
+    return  # This is a fork of the worker's parent.
+  was_running = process.poll() is None
   process.kill()
   process.wait()
-  if was_well and not keep_log and os.path.exists(log_file):
+  if was_running and not keep_log and os.path.exists(log_file):
     os.remove(log_file)
 
 
 class LocalWorker:
-  """A worker process on this machine; it ends with this object, or by `stop`.
+  """A worker process on this machine.
+
+  The process ends with this object, or when `stop` is called.
 
   Attributes:
-    address: host:port, for this machine.
-    log_file: Where it writes. Stopping a healthy worker removes it, unless
-      `log_dir` was given.
-    pid: Its process id.
+    address: host:port, for use on this machine.
+    log_file: The log of the worker. It is removed if the worker still runs when
+      it is stopped and `log_dir` was not given.
+    pid: The process id.
+    stop: A function that ends the process.
   """
 
   def __init__(
@@ -121,12 +145,15 @@ class LocalWorker:
       log_dir: str | None = None,
       binary: str | None = None,
   ):
-    """Starts the process; `connect` waits until it answers.
+    """Starts the process; `connect` waits until the worker answers.
 
     Args:
-      port: Where it listens, on all interfaces; 0 for a free port.
-      log_dir: Where its log goes; `None` for a temporary file.
-      binary: The worker's program; `None` for the one that TFF brings.
+      port: The port to listen on, on all interfaces; 0 for any free one.
+      log_dir: A directory for the log; `None` for a temporary file.
+      binary: The worker's program; `None` for the one that comes with TFF.
+
+    Raises:
+      WorkerError: If the program does not exist, or the port is in use.
     """
     binary = os.path.abspath(binary or _default_binary())
     if not os.access(binary, os.X_OK) or os.path.isdir(binary):
@@ -141,16 +168,19 @@ class LocalWorker:
     if log_dir is not None:
       os.makedirs(log_dir, exist_ok=True)
     log, self.log_file = tempfile.mkstemp('.log', 'tff_worker_', log_dir)
+    command = [
+        *(sys.executable, '-I', '-S', '-c', _LAUNCHER),
+        *(str(os.getpid()), binary, f'--port={port}'),
+    ]
     try:
       self._process = _spawner.start(
-          [
-              *(sys.executable, '-I', '-S', '-c', _LAUNCHER),
-              *(str(os.getpid()), binary, f'--port={port}'),
-          ],
-          stdin=subprocess.DEVNULL,
-          stdout=log,
-          stderr=log,
-          start_new_session=True,  # Ctrl-C is for us to handle.
+          lambda: subprocess.Popen(
+              command,
+              stdin=subprocess.DEVNULL,
+              stdout=log,
+              stderr=log,
+              start_new_session=True,  # Ctrl-C does not reach the worker.
+          )
       )
     finally:
       os.close(log)
@@ -162,15 +192,24 @@ class LocalWorker:
     )
 
   def is_running(self) -> bool:
+    """Tells whether the process has not ended."""
     return self._process.poll() is None
 
-  def kill(self):
-    """Ends the process and keeps its log, for an error to point to."""
+  def kill(self) -> None:
+    """Ends the process but keeps its log, which an error can then name."""
     self._process.kill()
     self._process.wait()
 
   def error(self, what: str) -> remote.WorkerError:
-    """One line: what happened, how the process ended, where to read more."""
+    """Makes an error of one line.
+
+    Args:
+      what: What happened to the worker, such as 'has ended'.
+
+    Returns:
+      An error that says what happened, how the process ended, and where the log
+      is.
+    """
     code = self._process.poll()
     if code is not None and code < 0:
       what += f' by {signal.Signals(-code).name} ({signal.strsignal(-code)})'
@@ -186,17 +225,22 @@ class LocalWorker:
         f'The TFF worker (pid {self.pid}) {what}. Log: {self.log_file}.{last}'
     )
 
-  def connect(self, timeout: float, compiler: Callable) -> remote.RemoteContext:
+  def connect(
+      self, timeout: float, compiler: remote.Compiler
+  ) -> remote.RemoteContext:
     """Waits until the worker answers.
 
     Args:
-      timeout: How many seconds it may take.
-      compiler: From `cached_compiler`.
+      timeout: How many seconds that may take.
+      compiler: From `remote.cached_compiler`.
 
     Returns:
-      A context on the worker; `WorkerError` if it did not start.
+      A connection to the worker.
+
+    Raises:
+      WorkerError: If the worker did not start in time.
     """
-    # A proxy from the environment has no business on this machine.
+    # A proxy that the environment names cannot reach this machine's ports.
     channel = remote.open_channel(
         self.address, None, [('grpc.enable_http_proxy', 0)]
     )

@@ -1,66 +1,78 @@
-"""TFF's own C++ runtime, started, watched and ended by us.
+"""Runs computations in TFF's own C++ worker, on this machine.
 
-TFF's worker is a server in a process of its own. TFF starts it without a time
-limit, lets it inherit the standard streams, retries a call for ever when it is
-gone, and leaves it behind when Python ends. Here it
+TFF's worker is a server in another process. TFF itself starts it without a time
+limit, lets it inherit the standard streams, repeats a call for ever if the
+worker is gone, and does not end the worker when Python ends. Here the worker
 
-- starts under a time limit, and a start that fails says why in one line;
-- ends with this process, however that ends, because the kernel sees to it;
-- writes to a log file, which errors name, and holds no pipe of ours;
-- fails a call when it dies, and is started anew by the next.
+- has limited time to start, and if it fails to, a one-line error says why;
+- ends when this process ends, in whatever way, because the kernel ends it;
+- writes to a log file, which errors name, and inherits no pipe;
+- makes the current call fail if it dies, and the next call starts another.
 
-It listens on all interfaces, without authentication, and runs whatever it is
-sent: use it only where nobody else can reach the machine's ports.
+The worker listens on all interfaces, does not authenticate, and runs whatever
+it is sent. Use it only where nobody else can reach the machine's ports.
 """
 
 import threading
-from typing import Any
 
 from absl import logging
 import tensorflow_federated as tff
 
 from fednest_tff.runtime import local_worker, remote
+from fednest_tff.structures import Value
 
 
 class NativeContext(tff.framework.SyncContext):
   """TFF's C++ runtime on this machine; see `build_native_context`.
 
   Attributes:
-    worker: The present `LocalWorker`; `None` before the first call.
+    worker: The current `LocalWorker`; `None` before the first call.
   """
 
-  def __init__(self, start_timeout, call_timeout, log_dir, binary):
+  def __init__(
+      self,
+      start_timeout: float,
+      call_timeout: float | None,
+      log_dir: str | None,
+      binary: str | None,
+  ):
     self._start_timeout = start_timeout
     self._call_timeout = call_timeout
-    self._options = dict(log_dir=log_dir, binary=binary)
+    self._log_dir = log_dir
+    self._binary = binary
     self._compiler = remote.cached_compiler()
     self._lock = threading.Lock()
+    self.worker: local_worker.LocalWorker | None = None
+    self._remote: remote.RemoteContext | None = None
+
+  def close(self) -> None:
+    """Ends the worker; the next call starts another."""
+    if self._remote is not None:
+      self._remote.close()
+    if self.worker is not None:
+      self.worker.stop()
     self.worker = self._remote = None
 
-  def close(self):
-    """Ends the worker; another call would start a new one."""
-    if self.worker is not None:
-      self._remote.close()
-      self.worker.stop()
-      self.worker = self._remote = None
-
   def _running(self) -> tuple[local_worker.LocalWorker, remote.RemoteContext]:
+    """Returns a worker that runs and the connection to it."""
     with self._lock:
       if self.worker is not None and not self.worker.is_running():
         logging.warning('%s Starting another.', self.worker.error('has ended'))
         self.close()
-      if self.worker is None:
-        worker = local_worker.LocalWorker(**self._options)
+      if self.worker is None or self._remote is None:
+        worker = local_worker.LocalWorker(
+            log_dir=self._log_dir, binary=self._binary
+        )
         self._remote = worker.connect(self._start_timeout, self._compiler)
         self.worker = worker
       return self.worker, self._remote
 
-  def invoke(self, comp: tff.Computation, arg: Any) -> Any:
-    """The result of `comp`; `WorkerError` if the worker died under it."""
+  def invoke(self, comp: tff.Computation, arg: Value) -> Value:
+    """Runs `comp`; raises `WorkerError` if the worker dies during it."""
     worker, connection = self._running()
     expired = threading.Event()
 
-    def expire():
+    def expire() -> None:
       expired.set()
       worker.kill()
 
@@ -75,10 +87,10 @@ class NativeContext(tff.framework.SyncContext):
         what = f'was killed after call_timeout ({self._call_timeout:g} s)'
       else:
         what = 'ended during a call'
-      worker.kill()  # Also if only its connection broke.
+      worker.kill()  # It may be alive, if only the connection broke.
       raise worker.error(what) from None
     except KeyboardInterrupt:
-      worker.kill()  # Else the next call would wait for this one.
+      worker.kill()  # Otherwise the next call would wait for this one.
       raise
     finally:
       timer.cancel()
@@ -90,20 +102,23 @@ def build_native_context(
     log_dir: str | None = None,
     binary: str | None = None,
 ) -> NativeContext:
-  """TFF's C++ runtime as a context for `tff.framework.set_default_context`.
+  """Builds a context for `tff.framework.set_default_context` on a C++ worker.
 
-  The worker starts with the first call, in which a failure to start shows.
+  The first call starts the worker. If the start fails, that call fails.
 
   Args:
-    start_timeout: Seconds that a worker may take to answer after its start.
-    call_timeout: Seconds that one call may take before its worker is killed;
+    start_timeout: Seconds within which a new worker must answer.
+    call_timeout: Seconds that one call may take; then its worker is killed.
       `None` for no limit.
-    log_dir: Where workers' logs go and stay; `None` for temporary files, kept
-      only of workers that died.
-    binary: The worker's program; `None` for the one that TFF brings.
+    log_dir: A directory for the workers' logs; `None` for temporary files,
+      which are removed unless the worker died.
+    binary: The worker's program; `None` for the one that comes with TFF.
 
   Returns:
     A `tff.framework.SyncContext`.
+
+  Raises:
+    ValueError: If a time is not positive.
   """
   if not start_timeout > 0:
     raise ValueError(

@@ -1,184 +1,116 @@
-"""Several machines: the clients of a round spread over TFF's remote workers.
+"""Runs computations on several machines, with a TFF worker on each.
 
-A computation with one aggregation is split by TFF into *up to merge* (what
-clients do, and a partial aggregate), *merge* and *after merge*
-(`tff.framework.MergeableCompForm`). Each worker runs the first part on its
-share of the clients; the server, which is here, runs the rest, and everything
-that has no clients. Shares and the order of merging depend on the number of
-workers only, not on who is alive or fast: a round gives the same bytes whether
-or not a worker was lost in it.
+TFF splits a computation with one aggregation into three
+(`tff.framework.MergeableCompForm`): *up to merge* does the clients' work and
+aggregates over some of the clients, *merge* merges two such aggregates, and
+*after merge* computes the result. Each worker runs the first one for its share
+of the clients. The server, which is this process, runs the other two, and all
+computations without clients.
 
-TFF's `MergeableCompExecutionContext` has no part in it, because it runs one
-worker after the other (its stubs block the event loop), merges in the order of
-completion, and waits for ever for a worker that is gone.
+The shares and the order of merging depend only on the number of workers, not on
+which of them are alive or fast. If a worker is lost during a round, the result
+is the same to the last bit.
+
+TFF's own `MergeableCompExecutionContext` is not used: it runs one worker after
+the other (its stubs block the event loop), merges in the order in which workers
+finish, and waits for ever for a worker that is gone.
+
+To start workers on this machine:
 
   python -m fednest_tff.runtime.workers --num=3
 
-starts workers on this machine. TFF's worker speaks plain text, authenticates
-nobody, listens on all interfaces and runs whatever it is sent: it belongs
-behind a firewall, or on the loopback side of a TLS proxy that checks clients.
+TFF's worker does not encrypt, does not authenticate, listens on all interfaces
+and runs whatever it is sent. Run it behind a firewall, or on a machine whose
+only open port is that of a TLS proxy that checks clients.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import concurrent.futures
 import contextlib
 import functools
 import sys
-import threading
 import time
-from typing import Any
 
 from absl import app, flags, logging
 import grpc
 import tensorflow_federated as tff
 
+from fednest_tff import structures
 from fednest_tff.runtime import local_worker, native, shares
 from fednest_tff.runtime import remote as remote_lib
+from fednest_tff.structures import Value
 
-_MISSES = 2  # Unanswered probes in a row after which a worker counts as lost.
-_RETRY_AFTER = 30.0  # Seconds after which a lost worker is asked again.
+_RETRY_AFTER = 30.0  # Seconds after which a lost worker is tried again.
 
 
 class _Call:
   """One call of the context.
 
   Attributes:
-    started: When.
-    cancelled: Whether nobody waits for it any more.
+    started: When it started, in seconds of `time.monotonic`.
+    cancelled: Whether nobody waits for its result any more.
   """
 
-  def __init__(self):
+  def __init__(self) -> None:
     self.started = time.monotonic()
     self.cancelled = False
 
 
-class _Worker:
-  """A worker at an address.
-
-  Attributes:
-    address: host:port.
-    lost_at: When it was found lost, in monotonic seconds; `None` if it is not.
-  """
-
-  def __init__(
-      self,
-      address: str,
-      connect: Callable[[str], remote_lib.RemoteContext],
-      connect_timeout: float,
-      probe_interval: float,
-      call_timeout: float | None,
-  ):
-    self.address = address
-    self.lost_at = None
-    self._connect = connect
-    self._connect_timeout = connect_timeout
-    self._probe_interval = probe_interval
-    self._call_timeout = call_timeout
-    self._lock = threading.Lock()
-    self._remote = None
-
-  def close(self):
-    with self._lock:
-      remote, self._remote = self._remote, None
-    if remote is not None:
-      remote.close()
-
-  def _connected(self) -> remote_lib.RemoteContext:
-    with self._lock:
-      if self._remote is None:
-        remote = self._connect(self.address)
-        if not remote.answers(self._connect_timeout):
-          remote.close()
-          raise remote_lib.WorkerLost('it does not answer')
-        self._remote = remote
-      if self.lost_at is not None:
-        logging.warning('Worker %s is back.', self.address)
-        self.lost_at = None
-      return self._remote
-
-  def _watch(self, remote: remote_lib.RemoteContext, finished: threading.Event):
-    """Closes the connection when the worker does not answer during a call.
-
-    A machine that vanishes closes no connection, and gRPC's own keepalive is
-    more than the worker's server tolerates during a long call.
-    """
-    deadline = time.monotonic() + (self._call_timeout or float('inf'))
-    misses = 0
-    while not finished.wait(self._probe_interval):
-      if remote.answers(self._probe_interval):
-        misses = 0
-      else:
-        misses += 1
-      if misses >= _MISSES or time.monotonic() > deadline:
-        remote.close()
-        return
-
-  def invoke(self, comp: tff.Computation, arg: Any) -> Any:
-    """The result of `comp`; `WorkerLost` if the worker is gone."""
-    finished = threading.Event()
-    remote = None
-    try:
-      remote = self._connected()
-      threading.Thread(
-          target=self._watch, args=(remote, finished), daemon=True
-      ).start()
-      return remote.invoke(comp, arg)
-    except remote_lib.WorkerLost:
-      if remote is self._remote:  # Else another share has closed it.
-        self.close()
-      self.lost_at = time.monotonic()
-      raise
-    finally:
-      finished.set()
-
-
 def _compile(comp: tff.Computation) -> tff.framework.MergeableCompForm:
+  """Splits a computation; raises a `ValueError` if it has several rounds."""
   try:
     return tff.backends.native.compile_to_mergeable_comp_form(comp)
   except ValueError as error:
-    reason = str(error).partition('.')[0]  # TFF prints both aggregates.
+    # Without the rest, in which TFF prints both aggregations.
+    reason = str(error).partition('.')[0]
     raise ValueError(
         'The workers runtime takes one communication round per call, and this'
-        f' computation has more: {reason}. fednest_tff.runtime.driver runs the'
+        f' computation has more: {reason}. fednest_tff.build_driver runs the'
         " rounds of this library's processes one by one."
     ) from None
 
 
 class WorkersContext(tff.framework.SyncContext):
-  """Remote workers as a TFF context; see `build_workers_context`."""
+  """Runs computations on remote workers; see `build_workers_context`."""
 
   def __init__(
-      self, workers: Sequence[_Worker], server: tff.framework.SyncContext
+      self,
+      workers: Sequence[remote_lib.RemoteWorker],
+      server: tff.framework.SyncContext,
   ):
     self._workers = list(workers)
     self._server = server
     self._compile = functools.lru_cache(maxsize=128)(_compile)
     self._pool = concurrent.futures.ThreadPoolExecutor(len(self._workers))
 
-  def close(self):
-    """Closes all connections; another call would open them again."""
+  def close(self) -> None:
+    """Closes all connections; the next call opens others."""
     for worker in self._workers:
       worker.close()
 
-  def _candidates(self, part: int, call: _Call) -> list[_Worker]:
-    """The workers for a share of the clients, in the order to try them."""
+  def _candidates(
+      self, part: int, call: _Call
+  ) -> list[remote_lib.RemoteWorker]:
+    """Lists the workers in the order in which to try them for a share."""
     first = part % len(self._workers)
     order = self._workers[first:] + self._workers[:first]
 
-    def is_lost(worker):
+    def is_lost(worker: remote_lib.RemoteWorker) -> bool:
       lost_at = worker.lost_at
       return lost_at is not None and call.started - lost_at < _RETRY_AFTER
 
-    # Those just lost come last: they are tried only if nobody else is there.
+    # Lost workers come last. They are tried only if all others fail.
     return sorted(order, key=is_lost)
 
-  def _run(self, comp: tff.Computation, arg: Any, part: int, call: _Call):
-    """Runs `comp` on one of the workers."""
+  def _run(
+      self, comp: tff.Computation, arg: Value, part: int, call: _Call
+  ) -> Value:
+    """Runs a share, on another worker if the first one is lost."""
     reasons = []
     for worker in self._candidates(part, call):
       lost_at = worker.lost_at
       if lost_at is not None and lost_at > call.started:
-        continue  # Another share has just found out.
+        continue  # It was lost during this call, while it ran another share.
       was_lost = lost_at is not None
       try:
         result = worker.invoke(comp, arg)
@@ -201,8 +133,10 @@ class WorkersContext(tff.framework.SyncContext):
         f' {"; ".join(reasons) or "see the log"}'
     )
 
-  def _on_all(self, comp: tff.Computation, args: Sequence[Any]) -> list:
-    """The results of `comp` for all `args`, in parallel."""
+  def _run_all(
+      self, comp: tff.Computation, args: Sequence[Value]
+  ) -> list[Value]:
+    """Runs `comp` for each of `args`, on all workers at the same time."""
     call = _Call()
     futures = [
         self._pool.submit(self._run, comp, arg, part, call)
@@ -210,14 +144,14 @@ class WorkersContext(tff.framework.SyncContext):
     ]
     try:
       concurrent.futures.wait(futures)
-    except BaseException:  # Ctrl-C: nobody waits for the workers any more.
+    except BaseException:  # Ctrl-C, for example.
       call.cancelled = True
       self.close()
       raise
     return [future.result() for future in futures]
 
-  def invoke(self, comp: tff.Computation, arg: Any) -> Any:
-    """The result of `comp`; `WorkerError` if no worker is left."""
+  def invoke(self, comp: tff.Computation, arg: Value) -> Value:
+    """Runs `comp`; raises `WorkerError` if no worker is left."""
     parameter = comp.type_signature.parameter
     if not shares.has_clients(parameter):
       return self._server.invoke(comp, arg)
@@ -228,66 +162,71 @@ class WorkersContext(tff.framework.SyncContext):
     parts = [
         shares.share(arg, parameter, k, num_parts) for k in range(num_parts)
     ]
-    merged, *others = self._on_all(form.up_to_merge, parts)
+    merged, *others = self._run_all(form.up_to_merge, parts)
     for other in others:
       merged = self._server.invoke(
           form.merge, tff.structure.Struct.unnamed(merged, other)
       )
     result_type = form.after_merge.type_signature.result
     if not shares.has_clients(result_type):
-      # What is left is the server's, and needs no client's data.
+      # The server does the rest, without the clients' data.
       rest = shares.share(arg, parameter, 0, 0)
       return self._server.invoke(
           form.after_merge, tff.structure.Struct.unnamed(rest, merged)
       )
-    if not shares.is_at_clients(result_type):
+    if not structures.is_at_clients(result_type):
       raise ValueError(
           'The workers runtime cannot return values of clients together with'
           f' others; got a computation that returns {result_type}.'
       )
-    results = self._on_all(
+    results = self._run_all(
         form.after_merge,
         [tff.structure.Struct.unnamed(part, merged) for part in parts],
     )
     return results[0] if result_type.all_equal else sum(results, [])
 
 
-def _check_address(address: Any):
+def _check_address(address: object) -> None:
   host, _, port = str(address).rpartition(':')
   if not host or not port.isdigit() or not 0 < int(port) < 65536:
     raise ValueError(f"`workers` must be 'host:port' each; got {address!r}.")
 
 
 def build_workers_context(
-    workers: Sequence[str],
+    workers: Sequence[str] | None,
     credentials: grpc.ChannelCredentials | None = None,
     *,
     connect_timeout: float = 10.0,
     probe_interval: float = 5.0,
     call_timeout: float | None = None,
-    channel_options: Sequence[tuple[str, Any]] = (),
+    channel_options: Sequence[tuple[str, str | int]] = (),
     server_context: tff.framework.SyncContext | None = None,
 ) -> WorkersContext:
-  """Remote workers as a context for `tff.framework.set_default_context`.
+  """Builds a context for `tff.framework.set_default_context` on workers.
 
-  A worker that is lost, before or in the middle of a call, is left out, and the
-  others do its share; it is asked again after half a minute. When none is left,
-  the call fails.
+  If a worker is lost, before a call or during it, other workers run its share.
+  It is tried again after half a minute. If no worker is left, the call fails.
 
   Args:
-    workers: Addresses, 'host:port' each.
-    credentials: For TLS, e.g. `grpc.ssl_channel_credentials(...)`; `None` for
-      plain text. The workers need a TLS proxy in front of them.
+    workers: The addresses, 'host:port' each.
+    credentials: Credentials for TLS, such as from
+      `grpc.ssl_channel_credentials`, if there is a TLS proxy in front of each
+      worker; `None` for plain text.
     connect_timeout: Seconds within which a worker must answer at first.
-    probe_interval: Seconds between probes while a worker computes, and within
-      which it must answer them; it is lost if it misses two.
+    probe_interval: Seconds between two probes while a worker computes, and the
+      longest that the answer to a probe may take. A worker that does not
+      answer two probes in a row is lost.
     call_timeout: Seconds that one share may take; `None` for no limit.
-    channel_options: Further gRPC options, e.g. to override the TLS host name.
-    server_context: What runs the server's part and all that has no clients;
-      `None` for TFF's C++ runtime on this machine (`build_native_context`).
+    channel_options: More gRPC options, for example another TLS host name.
+    server_context: A context for the server's work and for computations
+      without clients; `None` for TFF's C++ runtime on this machine
+      (`build_native_context`).
 
   Returns:
     A `tff.framework.SyncContext`.
+
+  Raises:
+    ValueError: If an address is wrong, or given twice.
   """
   if isinstance(workers, str) or not workers:
     raise ValueError(f'`workers` must be a list of host:port; got {workers!r}.')
@@ -297,13 +236,16 @@ def build_workers_context(
     raise ValueError(f'`workers` must differ; got {list(workers)}.')
   compiler = remote_lib.cached_compiler()
 
-  def connect(address):
+  def connect(address: str) -> remote_lib.RemoteContext:
     channel = remote_lib.open_channel(address, credentials, channel_options)
     return remote_lib.RemoteContext(channel, compiler)
 
   limits = connect_timeout, probe_interval, call_timeout
   return WorkersContext(
-      [_Worker(address, connect, *limits) for address in workers],
+      [
+          remote_lib.RemoteWorker(address, connect, *limits)
+          for address in workers
+      ],
       server_context or native.build_native_context(),
   )
 
@@ -315,19 +257,19 @@ def local_workers(
     log_dir: str | None = None,
     start_timeout: float = 60.0,
 ) -> Iterator[list[local_worker.LocalWorker]]:
-  """Workers on this machine, for tests and for trying it out.
+  """Starts workers on this machine, for tests and for trying them out.
 
   Args:
-    num: How many.
-    first_port: Where the first listens, the others at the ports after it; 0
-      for free ports.
-    log_dir: Where their logs go and stay; `None` for temporary files.
-    start_timeout: Seconds that each may take to start.
+    num: The number of workers.
+    first_port: The port of the first worker. The others get the ports after
+      it. 0 for any free ports.
+    log_dir: A directory for the workers' logs; `None` for temporary files.
+    start_timeout: Seconds that each worker may take to start.
 
   Yields:
-    The `LocalWorker`s, each with an `address`.
+    The `LocalWorker`s, each with an `address`. They end with the context.
   """
-  started = []
+  started: list[local_worker.LocalWorker] = []
   try:
     for k in range(num):
       port = first_port + k if first_port else 0
@@ -340,13 +282,13 @@ def local_workers(
       worker.stop()
 
 
-def _main(argv: Sequence[str]):
+def _main(argv: Sequence[str]) -> None:
   """Starts workers and waits for a signal."""
   values = flags.FLAGS
   if len(argv) > 1:
     raise app.UsageError(f'Unexpected arguments: {" ".join(argv[1:])}')
   try:
-    log_dir = values.log_dir or None  # absl's own flag.
+    log_dir = values.log_dir or None  # A flag that absl defines.
     with local_workers(values.num, values.port, log_dir) as started:
       for worker in started:
         print(worker.address, flush=True)
@@ -367,7 +309,7 @@ def _main(argv: Sequence[str]):
 
 
 if __name__ == '__main__':
-  # Not at import: a program's flags are its own.
+  # Not at import, so that a program that imports this does not get the flags.
   flags.DEFINE_integer('num', 1, 'How many workers.', lower_bound=1)
   flags.DEFINE_integer(
       'port', 0, 'Port of the first; the others follow. 0 for free ports.'

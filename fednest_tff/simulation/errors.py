@@ -1,5 +1,6 @@
 """What can end a run; each has a message of one line."""
 
+from collections.abc import Iterator
 import contextlib
 
 import tensorflow as tf
@@ -26,7 +27,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def file_errors(path: str):
+def file_errors(path: str) -> Iterator[None]:
   """Turns what the file system refuses into a `RunError` that names `path`."""
   try:
     yield

@@ -1,11 +1,17 @@
 """Curves of several methods, for a paper: readable without colour."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import matplotlib
 import numpy as np
+import numpy.typing as npt
+
+from fednest_tff.simulation.records import Row
+
+if TYPE_CHECKING:  # Otherwise imported after the backend is chosen.
+  from matplotlib.axes import Axes
 
 # Line, marker and colour differ together. The colours keep their order of
 # brightness when printed in grey.
@@ -42,8 +48,8 @@ class Curve(NamedTuple):
 
 
 def series(
-    runs: Sequence[list[dict[str, Any]]], x: str, y: str
-) -> tuple[np.ndarray, np.ndarray]:
+    runs: Sequence[list[Row]], x: str, y: str
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
   """Abscissae, and a row of ordinates per run, of the epochs they all have.
 
   Epochs with an ordinate that is not finite are left out.
@@ -53,7 +59,7 @@ def series(
   ]
   shared = sorted(set.intersection(*(set(table) for table in tables)))
 
-  def abscissa(row):
+  def abscissa(row: Row) -> float:
     if x == 'bytes':
       return (row['bytes_up'] + row['bytes_down']) / _MEGA
     return row[x]
@@ -66,7 +72,12 @@ def series(
   return at[finite], found[:, finite]
 
 
-def draw_curves(axes, runs: dict[str, Sequence], curve: Curve, x: str) -> None:
+def draw_curves(
+    axes: 'Axes',
+    runs: Mapping[str, Sequence[list[Row]]],
+    curve: Curve,
+    x: str,
+) -> None:
   """Draws mean and band (one standard deviation) of each method's runs."""
   for k, (name, rows) in enumerate(runs.items()):
     line, marker, colour = _STYLES[k % len(_STYLES)]
@@ -102,7 +113,7 @@ def draw_curves(axes, runs: dict[str, Sequence], curve: Curve, x: str) -> None:
 
 
 def draw(
-    runs: dict[str, Sequence[list[dict[str, Any]]]],
+    runs: Mapping[str, Sequence[list[Row]]],
     curve: Curve,
     path: str,
     title: str = '',

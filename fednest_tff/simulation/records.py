@@ -3,24 +3,31 @@
 `Recorder` is a TFF release manager; files are written by TFF's own.
 """
 
+from collections.abc import Sequence
 import contextlib
 import csv
 import glob
 import math
 import os
-from typing import Any
+from typing import Any, TypeAlias
 
 from absl import logging
 import numpy as np
 import tensorflow_federated as tff
 
-from fednest_tff.algorithms.communication import CommunicationCost
+from fednest_tff.runtime.communication import CommunicationCost
 from fednest_tff.simulation import errors
+from fednest_tff.structures import Value
+
+# One epoch in a metrics file: numbers by name, and texts such as the method's
+# name.
+Row: TypeAlias = dict[str, Any]
 
 METRICS = 'metrics.csv'
 TENSORBOARD = 'tensorboard'
 
 _EVALUATION = 'evaluation/'
+_TOTALS = ('communication_rounds', 'bytes_up', 'bytes_down')
 _DROPPED = frozenset([
     'evaluation_time_in_seconds',
     'round_number',
@@ -28,10 +35,10 @@ _DROPPED = frozenset([
 ])
 
 
-def _scalars(metrics: Any, prefix: str = '') -> dict[str, float]:
+def _scalars(metrics: Value, prefix: str = '') -> dict[str, float]:
   """The numbers in nested metrics, by their path."""
   if isinstance(metrics, dict):
-    found = {}
+    found: dict[str, float] = {}
     for name, value in metrics.items():
       found |= _scalars(value, f'{prefix}/{name}' if prefix else name)
     return found
@@ -42,11 +49,11 @@ def _scalars(metrics: Any, prefix: str = '') -> dict[str, float]:
 class _OrderedCsv(tff.program.CSVFileReleaseManager):
   """TFF's manager, which sorts columns by name, with columns as they come."""
 
-  async def release(self, value: dict[str, Any], key: int) -> None:
+  async def release(self, value: Row, key: int) -> None:
     self._names = [self._key_fieldname, *value]
     await super().release(value, key)
 
-  async def _write_value(self, value):
+  async def _write_value(self, value: Row) -> None:
     await super()._write_value({name: value[name] for name in self._names})
 
 
@@ -55,7 +62,9 @@ class Recorder(tff.program.ReleaseManager):
 
   Rows have: epoch; communication_rounds, bytes_up and bytes_down since the
   first epoch, the bytes of all clients of the cohorts; seconds, of this epoch;
-  the labels; then the metrics, those of the evaluation first.
+  the labels; then the metrics, those of the evaluation first. Rounds and bytes
+  are those that the epoch's metrics report, as a driver's do, or else those of
+  the compiled epoch.
 
   Attributes:
     path: Of the file.
@@ -65,7 +74,7 @@ class Recorder(tff.program.ReleaseManager):
   def __init__(
       self,
       directory: str,
-      labels: dict[str, Any],
+      labels: dict[str, str | int],
       cost: CommunicationCost,
       cohort_size: int,
   ):
@@ -77,6 +86,11 @@ class Recorder(tff.program.ReleaseManager):
     for leftover in glob.glob(glob.escape(self.path) + '_temp*'):
       os.remove(leftover)
     self.last_epoch = _repair(self.path)
+    # Rounds and bytes so far, by epoch.
+    self._totals = {0: dict.fromkeys(_TOTALS, 0)}
+    if self.last_epoch:
+      for row in read_rows(self.path):
+        self._totals[row['epoch']] = {name: row[name] for name in _TOTALS}
     # Write mode replaces the file as a whole; appending can leave half a line.
     self._csv = _OrderedCsv(
         self.path, tff.program.CSVSaveMode.WRITE, key_fieldname='epoch'
@@ -85,7 +99,7 @@ class Recorder(tff.program.ReleaseManager):
         os.path.join(directory, TENSORBOARD)
     )
 
-  async def release(self, value: Any, key: int) -> None:
+  async def release(self, value: Value, key: int) -> None:
     """Releases the metrics of epoch `key`; epoch 0 has none."""
     if key == 0:
       return
@@ -101,28 +115,35 @@ class Recorder(tff.program.ReleaseManager):
       await self._tensorboard.release(numbers, key)
     check_finite(row | {'epoch': key}, self.path)
 
-  def _row(self, metrics: Any, epoch: int) -> dict[str, Any]:
+  def _row(self, metrics: Value, epoch: int) -> Row:
     evaluation, training = {}, {}
     for name, number in _scalars(dict(metrics)).items():
       if name.startswith(_EVALUATION):
         evaluation[name.removeprefix(_EVALUATION)] = number
       else:
         training[name] = number
-    row = {
-        'communication_rounds': epoch * self._cost.rounds,
-        'bytes_up': epoch * self._cost.bytes_up * self._cohort_size,
-        'bytes_down': epoch * self._cost.bytes_down * self._cohort_size,
+    of_epoch = {
+        'communication_rounds': self._cost.rounds,
+        'bytes_up': self._cost.bytes_up * self._cohort_size,
+        'bytes_down': self._cost.bytes_down * self._cohort_size,
+    }
+    before = self._totals[epoch - 1]
+    self._totals[epoch] = {
+        name: before[name] + int(training.get(name, number))
+        for name, number in of_epoch.items()
+    }
+    row: Row = {
+        **self._totals[epoch],
         'seconds': round(training['training_time_in_seconds'], 4),
         **self._labels,
     }
     for name, number in (evaluation | training).items():
-      # A driver counts rounds, too, but those of one epoch.
       if name not in _DROPPED and name not in row:
         row[name] = number
     return row
 
 
-def check_finite(row: dict[str, Any], path: str) -> None:
+def check_finite(row: Row, path: str) -> None:
   """Raises a `NonFiniteError` if something in a row of `path` is not finite."""
   for name, number in row.items():
     if isinstance(number, float) and not math.isfinite(number):
@@ -169,7 +190,7 @@ def is_complete(path: str, epochs: int) -> bool:
   return os.path.exists(path) and len(_whole(path)[0]) == epochs + 1
 
 
-def _number(text: str) -> Any:
+def _number(text: str) -> int | float | str:
   for kind in (int, float):
     try:
       return kind(text)
@@ -178,7 +199,7 @@ def _number(text: str) -> Any:
   return text
 
 
-def read_rows(path: str) -> list[dict[str, Any]]:
+def read_rows(path: str) -> list[Row]:
   """The rows of a metrics file; missing values are left out."""
   with open(path, newline='') as file:
     return [
@@ -187,7 +208,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     ]
 
 
-def write_rows(path: str, rows: list[dict[str, Any]]) -> None:
+def write_rows(path: str, rows: list[Row]) -> None:
   """Writes rows as CSV, all or nothing."""
   names = list(dict.fromkeys(name for row in rows for name in row))
   _write_table(
@@ -195,7 +216,7 @@ def write_rows(path: str, rows: list[dict[str, Any]]) -> None:
   )
 
 
-def _write_table(path: str, table: list[list]) -> None:
+def _write_table(path: str, table: Sequence[Sequence[object]]) -> None:
   temporary = f'{path}.tmp'
   try:
     with open(temporary, 'w', newline='') as file:
@@ -207,7 +228,7 @@ def _write_table(path: str, table: list[list]) -> None:
     raise
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(rows: list[Row]) -> dict[str, dict[str, float]]:
   """The last and the best of each quantity of a run, and the best's epoch.
 
   Of accuracies the largest is the best, of all else the smallest.
@@ -217,7 +238,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     if name in ('method', 'seed', 'epoch'):
       continue
     values = [(row[name], row['epoch']) for row in rows if name in row]
-    pick = max if name.endswith('accuracy') else min
+    pick = max if 'accuracy' in name else min
     finite = [pair for pair in values if math.isfinite(pair[0])]
     best, epoch = pick(finite or values, key=lambda pair: pair[0])
     found[name] = {'last': values[-1][0], 'best': best, 'best_epoch': epoch}

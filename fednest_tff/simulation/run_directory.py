@@ -5,15 +5,17 @@ began with, except how far it goes. Files are replaced, never overwritten in
 place.
 """
 
+from collections.abc import Mapping
 import contextlib
 import fcntl
 import glob
 import json
 import os
 import shutil
-from typing import Any
+import types
+from typing import TextIO
 
-from fednest_tff.simulation import errors
+from fednest_tff.simulation import checkpoints, errors
 
 _CONFIG = 'config.json'
 _LOCK = '.lock'
@@ -56,16 +58,18 @@ def _write(path: str, text: str) -> None:
     raise
 
 
-def write_json(path: str, value: Any) -> None:
+def write_json(path: str, value: object) -> None:
   """Writes `value` as JSON, all or nothing."""
   _write(path, json.dumps(value, indent=2, default=str) + '\n')
 
 
-def _differences(before: dict, now: dict) -> list[str]:
+def _differences(
+    before: dict[str, object], now: dict[str, object]
+) -> list[str]:
   names = sorted(before.keys() | now.keys())
   missing = object()
   return [
-      f'--{name} was {before.get(name)!r} and is {now.get(name)!r}'
+      f'`{name}` was {before.get(name)!r} and is {now.get(name)!r}'
       for name in names
       if before.get(name, missing) != now.get(name, missing)
   ]
@@ -94,8 +98,8 @@ class RunDirectory:
   def __init__(
       self,
       path: str,
-      settings: dict[str, Any],
-      about: dict[str, Any],
+      settings: Mapping[str, object],
+      about: Mapping[str, object],
       overwrite: bool = False,
       length: str | None = None,
   ):
@@ -116,10 +120,10 @@ class RunDirectory:
     self._about = about
     self._overwrite = overwrite
     self._length = length
-    self._lock = None
+    self._lock: TextIO | None = None
     self._is_new = False
     # What there was not before.
-    self._made = []
+    self._made: list[str] = []
     self._made_lock = False
 
   def __enter__(self) -> 'RunDirectory':
@@ -134,8 +138,12 @@ class RunDirectory:
           before = None
         self._remove_leftovers()
         self._is_new = before is None
-        config = {'flags': self._settings, **self._about}
-        if not self._is_new:
+        config = {
+            'flags': self._settings,
+            'layout': checkpoints.LAYOUT,
+            **self._about,
+        }
+        if before is not None:
           self._check_settings(before)
           # How it began, if it is to go further now.
           with open(self.join(_CONFIG)) as file:
@@ -147,7 +155,12 @@ class RunDirectory:
         raise
     return self
 
-  def __exit__(self, kind, error, trace):
+  def __exit__(
+      self,
+      kind: type[BaseException] | None,
+      error: BaseException | None,
+      trace: types.TracebackType | None,
+  ) -> None:
     if kind is not None and self._is_new:
       self._forget_if_empty()
     if self._lock is not None:
@@ -189,7 +202,7 @@ class RunDirectory:
         lock.close()
         raise errors.RunError(
             f'another process ({owner}) is running in {self.path!r}: wait for'
-            ' it, or choose another --output_dir'
+            ' it, or choose another `output_dir`'
         ) from None
       # Who had it may have removed the file just now.
       with contextlib.suppress(FileNotFoundError):
@@ -214,7 +227,7 @@ class RunDirectory:
         for path in glob.glob(os.path.join(where, name)):
           _remove(path)
 
-  def _read_settings(self) -> dict[str, Any] | None:
+  def _read_settings(self) -> dict[str, object] | None:
     """Those of the run that is there; `None` if there is none."""
     path = self.join(_CONFIG)
     if not os.path.lexists(path):
@@ -222,7 +235,7 @@ class RunDirectory:
       if found:
         raise errors.RunError(
             f'{self.path!r} has {found[0]} but no {_CONFIG}: it is not a run of'
-            ' ours; choose another --output_dir'
+            ' ours; choose another `output_dir`'
         )
       return None
     try:
@@ -232,15 +245,18 @@ class RunDirectory:
       if self._overwrite:
         return {}
       raise errors.RunError(
-          f'{path!r} is damaged: choose another --output_dir, or --overwrite to'
+          f'{path!r} is damaged: choose another `output_dir`, or `overwrite` to'
           ' start anew'
       ) from None
     if not isinstance(content, dict) or not isinstance(
         content.get('flags'), dict
     ):
       raise errors.RunError(
-          f'{path!r} is not of a run of ours; choose another --output_dir'
+          f'{path!r} is not of a run of ours; choose another `output_dir`'
       )
+    if not self._overwrite:
+      layout = content.get('layout')
+      checkpoints.check_layout(layout and str(layout), self.path)
     return content['flags']
 
   def _num_recorded(self) -> int:
@@ -253,7 +269,7 @@ class RunDirectory:
         found.append(file.read().count(b'\n') - 1)
     return max(found)
 
-  def _check_settings(self, before: dict[str, Any]) -> None:
+  def _check_settings(self, before: dict[str, object]) -> None:
     known = dict(before)
     if self._length in before:
       if self._num_recorded() <= self._settings[self._length]:
@@ -261,7 +277,7 @@ class RunDirectory:
     differences = _differences(known, self._settings)
     if differences:
       raise errors.RunError(
-          f'{self.path!r} holds a run with other flags ('
+          f'{self.path!r} holds a run with other settings ('
           + '; '.join(differences)
-          + '): choose another --output_dir, or --overwrite to start anew'
+          + '): choose another `output_dir`, or `overwrite` to start anew'
       )

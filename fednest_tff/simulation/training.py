@@ -6,19 +6,30 @@ with the numbers of one that was not.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import signal
 import sys
 import threading
-from typing import Any, NamedTuple
+import types
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 import tensorflow_federated as tff
 import tqdm
 
-from fednest_tff.algorithms.communication import communication_cost
+from fednest_tff.runtime.communication import communication_cost
+from fednest_tff.runtime.driver import Driver
 from fednest_tff.simulation import checkpoints, errors, records
+from fednest_tff.simulation.records import Row
+from fednest_tff.structures import Value
+
+# What is trained: a process, or what drives one round by round.
+Process: TypeAlias = tff.learning.templates.LearningProcess | Driver
+# What `signal.signal` returns: a function, a number, or nothing.
+_Handler: TypeAlias = (
+    Callable[[int, types.FrameType | None], object] | int | None
+)
 
 
 class Trial(NamedTuple):
@@ -32,9 +43,9 @@ class Trial(NamedTuple):
     cohort_size: How many clients take part in an epoch.
   """
 
-  build: Callable[[str], tff.learning.templates.LearningProcess]
-  cohort: Callable[[int], list]
-  evaluate: Callable[[Any], dict[str, float]]
+  build: Callable[[str], Process]
+  cohort: Callable[[int], Sequence[tf.data.Dataset]]
+  evaluate: Callable[[Value], dict[str, float]]
   cohort_size: int
 
 
@@ -45,15 +56,17 @@ class _Watched:
   `NonFiniteError`.
   """
 
-  def __init__(self, process):
+  def __init__(self, process: Process):
     self._process = process
-    self.state = None
+    self.state: Value = None
     self.epoch = 0
 
-  def initialize(self):
+  def initialize(self) -> Value:
     return self._process.initialize()
 
-  def next(self, state, cohort):
+  def next(
+      self, state: Value, cohort: Sequence[tf.data.Dataset]
+  ) -> tuple[Value, Value]:
     try:
       output = self._process.next(state, cohort)
     except tf.errors.InvalidArgumentError as error:
@@ -79,30 +92,31 @@ class _Signals:
   A second one stops at once.
   """
 
-  def __init__(self):
-    self.received = None
-    self._previous = {}
+  def __init__(self) -> None:
+    self.received: int | None = None
+    self._previous: dict[int, _Handler] = {}
 
-  def __enter__(self):
+  def __enter__(self) -> '_Signals':
     if threading.current_thread() is threading.main_thread():
       for number in (signal.SIGINT, signal.SIGTERM):
         self._previous[number] = signal.signal(number, self._note)
     return self
 
-  def _note(self, number, frame):
+  def _note(self, number: int, frame: types.FrameType | None) -> None:
     del frame
     if self.received is not None:
       raise KeyboardInterrupt
     self.received = number
 
-  def __exit__(self, *error):
+  def __exit__(self, *error: object) -> None:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def _event_loop():
+def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
   """The loop that TFF's training loop will ask for."""
+  before: asyncio.AbstractEventLoop | None
   try:
     before = asyncio.get_event_loop_policy().get_event_loop()
   except RuntimeError:
@@ -126,7 +140,7 @@ def train(
     epochs_per_evaluation: int = 1,
     epochs_per_checkpoint: int = 10,
     title: str = '',
-) -> list[dict[str, Any]]:
+) -> list[Row]:
   """Runs one method to its last epoch, from where it stopped if it did.
 
   Args:
@@ -149,6 +163,8 @@ def train(
     StoppedError: After SIGINT or SIGTERM, at the end of the epoch.
     RunError: If a file cannot be written.
   """
+  with errors.file_errors(directory):
+    checkpoints.check_states(directory)
   process = trial.build(method)
   watched = _Watched(process)
   with errors.file_errors(directory):
@@ -172,7 +188,7 @@ def train(
       ) as progress,
   ):
 
-    def stop_if_asked(epoch):
+    def stop_if_asked(epoch: int) -> None:
       if signals.received is None:
         return
       if watched.state is not None:
@@ -183,13 +199,13 @@ def train(
           signals.received,
       )
 
-    def cohort(epoch):
+    def cohort(epoch: int) -> Sequence[tf.data.Dataset]:
       progress.update(epoch - 1 - progress.n)
       stop_if_asked(epoch - 1)
       watched.epoch = epoch
       return trial.cohort(epoch)
 
-    def evaluate(state, epoch):
+    def evaluate(state: Value, epoch: int) -> dict[str, float]:
       if epoch % epochs_per_evaluation and epoch != epochs:
         return {}
       return trial.evaluate(process.get_model_weights(state))

@@ -1,0 +1,1 @@
+"""Federated machinery: what every method is made of, whatever it computes."""

@@ -1,0 +1,94 @@
+"""Rewrites a computation as a list of calls, and identifies it by a hash.
+
+TFF calls this list the call-dominant form: every call has a name, and no call
+is inside another one.
+"""
+
+import hashlib
+import re
+from typing import NamedTuple
+
+import tensorflow_federated as tff
+
+from fednest_tff import structures
+from fednest_tff.runtime.compiler import graphs
+
+
+class CallDominant(NamedTuple):
+  """A computation in call-dominant form.
+
+  Attributes:
+    block: The computation.
+    type_signature: Its type.
+    fingerprint: A hash. Equal computations have the same one, also if they were
+      traced at different times.
+    num_nodes: The number of nodes of all TensorFlow graphs in it.
+  """
+
+  block: tff.framework.ComputationBuildingBlock
+  type_signature: tff.FunctionType
+  fingerprint: bytes
+  num_nodes: int
+
+
+def _text(block: tff.framework.ComputationBuildingBlock) -> str:
+  """Writes a block as text, without its graphs and without made-up names."""
+
+  def hide_graphs(
+      inner: tff.framework.ComputationBuildingBlock,
+  ) -> tuple[tff.framework.ComputationBuildingBlock, bool]:
+    if isinstance(inner, tff.framework.CompiledComputation):
+      return tff.framework.Reference('graph', inner.type_signature), True
+    return inner, False
+
+  plain, _ = tff.framework.transform_postorder(block, hide_graphs)
+  # TFF makes up names such as _abc1. Here they are numbered as they appear.
+  names: dict[str, str] = {}
+  text = re.sub(
+      r'\b_[a-z]{3}\d+\b',
+      lambda match: names.setdefault(match[0], f'name_{len(names)}'),
+      plain.compact_representation(),
+  )
+  return f'{text} : {block.type_signature}'
+
+
+def _fingerprint(block: tff.framework.ComputationBuildingBlock) -> bytes:
+  """Hashes a block's graphs, its constants and its text."""
+  digest = hashlib.sha256()
+  for inner in structures.inner_blocks(block):
+    if isinstance(inner, tff.framework.CompiledComputation):
+      digest.update(graphs.fingerprint(inner))
+    elif isinstance(inner, tff.framework.Literal):
+      digest.update(repr(inner.value).encode())
+  digest.update(_text(block).encode())
+  return digest.digest()
+
+
+def _num_nodes(block: tff.framework.ComputationBuildingBlock) -> int:
+  """Counts the nodes of all graphs, of each as often as it is called."""
+  return sum(
+      graphs.num_nodes(inner)
+      for inner in structures.inner_blocks(block)
+      if isinstance(inner, tff.framework.CompiledComputation)
+  )
+
+
+def to_call_dominant(computation: tff.Computation) -> CallDominant:
+  """Rewrites a computation.
+
+  Args:
+    computation: Any computation that is a function.
+
+  Returns:
+    Its call-dominant form.
+
+  Raises:
+    ValueError: If `computation` is not a function.
+  """
+  block = computation.to_building_block()
+  if not isinstance(block.type_signature, tff.FunctionType):
+    raise ValueError(f'Expected a function; got {block.type_signature}.')
+  block = tff.framework.to_call_dominant(block)
+  return CallDominant(
+      block, block.type_signature, _fingerprint(block), _num_nodes(block)
+  )

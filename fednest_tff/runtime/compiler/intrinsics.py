@@ -1,0 +1,305 @@
+"""Runs TFF's intrinsics inside a TensorFlow function.
+
+An intrinsic is one of TFF's own operators, such as `federated_sum` or
+`sequence_map`. TFF names it by a URI. Values at the server are TFF values;
+values at the clients are values of a cohort (`cohort.py`).
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from fednest_tff import structures
+from fednest_tff.runtime.compiler import values
+from fednest_tff.runtime.compiler.cohort import (
+    Broadcast,
+    Cohort,
+    Function,
+    Looped,
+    broadcast_value,
+    is_broadcast,
+    split_broadcasts,
+)
+from fednest_tff.structures import Value
+
+Struct: TypeAlias = tff.structure.Struct
+# From the argument's value and the building block of the call to the result.
+_Handler = Callable[[Value, tff.framework.Call], Value]
+
+
+def _fill(
+    value_type: tff.Type, fill: Callable[[tf.TensorSpec], tf.Tensor]
+) -> Value:
+  """Makes a TFF value with `fill` of each leaf's spec."""
+  return structures.pack(value_type, map(fill, values.leaf_specs(value_type)))
+
+
+def _zeros(value_type: tff.Type) -> Value:
+  return _fill(value_type, lambda spec: tf.zeros(spec.shape, spec.dtype))
+
+
+def _add(pair: Struct) -> Value:
+  return structures.map_leaves(tf.add, pair[0], pair[1])
+
+
+def _is_structural(block: tff.framework.ComputationBuildingBlock) -> bool:
+  """Tells whether a function only rearranges elements of its argument."""
+  if not isinstance(block, tff.framework.Lambda):
+    return False
+  rearranging = (
+      tff.framework.Reference,
+      tff.framework.Selection,
+      tff.framework.Struct,
+  )
+  return all(
+      isinstance(inner, rearranging)
+      for inner in structures.inner_blocks(block.result)
+  )
+
+
+def _to_container(value: Value, value_type: tff.Type) -> Value:
+  """Converts a TFF value to the Python containers that its type names."""
+  return tff.types.type_to_py_container(value, value_type)
+
+
+def _reduce(
+    dataset: tf.data.Dataset,
+    element_type: tff.Type,
+    zero: Value,
+    accumulate: Function,
+    result_type: tff.Type,
+) -> Value:
+  """Aggregates the elements of a dataset, starting from `zero`."""
+
+  def step(
+      state: tuple[tf.Tensor, ...], element: Value
+  ) -> tuple[tf.Tensor, ...]:
+    value = values.from_dataset_element(element, element_type)
+    pair = Struct.unnamed(structures.pack(result_type, state), value)
+    return tuple(structures.leaves(accumulate(pair)))
+
+  found = dataset.reduce(tuple(structures.leaves(zero)), step)
+  return structures.pack(result_type, found)
+
+
+class Intrinsics:
+  """Runs calls of intrinsics for one cohort."""
+
+  def __init__(self, cohort: Cohort, server_device: str):
+    """Prepares the intrinsics.
+
+    Args:
+      cohort: The clients.
+      server_device: The device for all that does not run at clients.
+    """
+    self._cohort = cohort
+    self._server_device = server_device
+    self._handlers: dict[str, _Handler] = {
+        'federated_aggregate': self._aggregate,
+        'federated_apply': self._apply,
+        'federated_broadcast': self._broadcast,
+        'federated_eval_at_clients': self._eval_at_clients,
+        'federated_eval_at_server': self._eval_at_server,
+        'federated_map': self._map,
+        'federated_map_all_equal': self._map_all_equal,
+        'federated_max': self._max,
+        'federated_mean': self._unweighted_mean,
+        'federated_min': self._min,
+        'federated_select': self._select,
+        'federated_sum': self._sum,
+        'federated_value_at_clients': self._broadcast,
+        'federated_value_at_server': self._unchanged,
+        'federated_weighted_mean': self._weighted_mean,
+        'federated_zip_at_clients': self._unchanged,
+        'federated_zip_at_server': self._unchanged,
+        'sequence_map': self._sequence_map,
+        'sequence_reduce': self._sequence_reduce,
+        'sequence_sum': self._sequence_sum,
+    }
+
+  def run(self, call: tff.framework.Call, argument: Value) -> Value:
+    """Runs a call.
+
+    Args:
+      call: A call of an intrinsic.
+      argument: The value of the call's argument.
+
+    Returns:
+      The result's value.
+
+    Raises:
+      NotImplementedError: If the intrinsic is none of those above.
+    """
+    uri = call.function.uri
+    handler = self._handlers.get(uri)
+    if handler is None:
+      raise NotImplementedError(f'The in-process runtime cannot run {uri}.')
+    if uri in ('federated_map', 'federated_map_all_equal'):
+      return handler(argument, call)  # These choose devices themselves.
+    with tf.device(self._server_device):
+      return handler(argument, call)
+
+  # Placement.
+
+  def _unchanged(self, argument: Value, call: tff.framework.Call) -> Value:
+    del call
+    return argument
+
+  def _broadcast(self, argument: Value, call: tff.framework.Call) -> Broadcast:
+    del call
+    return Broadcast(argument)
+
+  # Computation.
+
+  def _eval_at_server(self, argument: Value, call: tff.framework.Call) -> Value:
+    del call
+    return argument()
+
+  def _eval_at_clients(
+      self, argument: Value, call: tff.framework.Call
+  ) -> Value:
+    member = call.type_signature.member
+    return self._cohort.map(
+        lambda _: argument(), Broadcast(Struct([])), member
+    )
+
+  def _apply(self, argument: Value, call: tff.framework.Call) -> Value:
+    del call
+    function, value = argument
+    return function(value)
+
+  def _map(self, argument: Value, call: tff.framework.Call) -> Value:
+    function, value = argument
+    if isinstance(self._cohort, Looped) and _is_structural(call.argument[0]):
+      # The whole cohort at once, without a loop.
+      return function(split_broadcasts(value))
+    return self._cohort.map(function, value, call.type_signature.member)
+
+  def _map_all_equal(self, argument: Value, call: tff.framework.Call) -> Value:
+    function, value = argument
+    if not is_broadcast(value):
+      return self._map(argument, call)
+    with tf.device(self._server_device):
+      return Broadcast(function(broadcast_value(value)))
+
+  def _select(self, argument: Value, call: tff.framework.Call) -> Value:
+    """Gives each client a dataset of slices, one for each of its keys."""
+    keys, _, server_value, select = argument
+    member = call.type_signature.member
+
+    def select_one(key: tf.Tensor) -> Value:
+      picked = select(Struct.unnamed(server_value, key))
+      return _to_container(picked, member.element)
+
+    def select_all(client_keys: tf.Tensor) -> tf.Tensor:
+      dataset = tf.data.Dataset.from_tensor_slices(client_keys)
+      return tf.data.experimental.to_variant(dataset.map(select_one))
+
+    return self._cohort.map(select_all, keys, member)
+
+  # Aggregation.
+
+  def _aggregate(self, argument: Value, call: tff.framework.Call) -> Value:
+    del call
+    value, zero, accumulate, merge, report = argument
+    return report(self._cohort.reduce(value, zero, accumulate, merge))
+
+  def _sum(self, argument: Value, call: tff.framework.Call) -> Value:
+    member = call.argument.type_signature.member
+    return self._cohort.reduce(argument, _zeros(member), _add, _add)
+
+  def _min(self, argument: Value, call: tff.framework.Call) -> Value:
+    return self._extreme(argument, call, tf.minimum, lambda dtype: dtype.max)
+
+  def _max(self, argument: Value, call: tff.framework.Call) -> Value:
+    return self._extreme(argument, call, tf.maximum, lambda dtype: dtype.min)
+
+  def _extreme(
+      self,
+      argument: Value,
+      call: tff.framework.Call,
+      choose: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+      limit: Callable[[tf.DType], Value],
+  ) -> Value:
+    """Finds the minimum or the maximum, starting from the dtype's limit."""
+
+    def step(pair: Struct) -> Value:
+      return structures.map_leaves(choose, pair[0], pair[1])
+
+    zero = _fill(
+        call.argument.type_signature.member,
+        lambda spec: tf.fill(spec.shape, limit(spec.dtype)),
+    )
+    return self._cohort.reduce(argument, zero, step, step)
+
+  def _unweighted_mean(
+      self, argument: Value, call: tff.framework.Call
+  ) -> Value:
+    return self._mean(
+        Struct.unnamed(argument, Broadcast(tf.constant(1.0))),
+        call.argument.type_signature.member,
+        tff.TensorType(np.float32),
+    )
+
+  def _weighted_mean(self, argument: Value, call: tff.framework.Call) -> Value:
+    types = call.argument.type_signature
+    return self._mean(argument, types[0].member, types[1].member)
+
+  def _mean(
+      self, pair: Struct, value_type: tff.Type, weight_type: tff.Type
+  ) -> Value:
+    """Computes sum_i w_i v_i / sum_i w_i, in the order of the clients i."""
+
+    def accumulate(step: Struct) -> Struct:
+      total, (value, weight) = step
+      weighted = structures.map_leaves(
+          lambda v: v * tf.cast(weight, v.dtype), value
+      )
+      return Struct.unnamed(
+          _add(Struct.unnamed(total[0], weighted)), total[1] + weight
+      )
+
+    def merge(totals: Struct) -> Struct:
+      return Struct.unnamed(
+          _add(Struct.unnamed(totals[0][0], totals[1][0])),
+          totals[0][1] + totals[1][1],
+      )
+
+    zero = Struct.unnamed(_zeros(value_type), _zeros(weight_type))
+    total, weight = self._cohort.reduce(pair, zero, accumulate, merge)
+    return structures.map_leaves(
+        lambda v: v / tf.cast(weight, v.dtype), total
+    )
+
+  # Sequences, which are variant tensors of datasets.
+
+  def _sequence_map(self, argument: Value, call: tff.framework.Call) -> Value:
+    function, variant = argument
+    source = call.argument.type_signature[1]
+    is_tuple = isinstance(values.element_spec(source.element), tuple)
+
+    def step(*parts: Value) -> Value:
+      # tf.data passes the elements of a tuple as arguments.
+      element = parts if is_tuple else parts[0]
+      value = values.from_dataset_element(element, source.element)
+      return _to_container(function(value), call.type_signature.element)
+
+    dataset = values.to_dataset(variant, source).map(step)
+    return tf.data.experimental.to_variant(dataset)
+
+  def _sequence_reduce(
+      self, argument: Value, call: tff.framework.Call
+  ) -> Value:
+    variant, zero, function = argument
+    source = call.argument.type_signature[0]
+    dataset = values.to_dataset(variant, source)
+    return _reduce(dataset, source.element, zero, function, call.type_signature)
+
+  def _sequence_sum(self, argument: Value, call: tff.framework.Call) -> Value:
+    source = call.argument.type_signature
+    dataset = values.to_dataset(argument, source)
+    zero = _zeros(source.element)
+    return _reduce(dataset, source.element, zero, _add, call.type_signature)

@@ -1,0 +1,140 @@
+"""Traces a TFF computation into one TensorFlow function.
+
+A computation in call-dominant form is a list of calls of intrinsics and of
+TensorFlow graphs. Evaluating it once under `tf.function` writes all of it, for
+all clients, into one TensorFlow graph.
+"""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from fednest_tff.runtime.compiler import graphs, placed, values
+from fednest_tff.runtime.compiler.call_dominant import CallDominant
+from fednest_tff.runtime.compiler.cohort import Cohort, Function
+from fednest_tff.runtime.compiler.intrinsics import Intrinsics
+from fednest_tff.structures import Value
+
+
+class Lowering:
+  """Evaluates TFF's building blocks; create one for each trace."""
+
+  def __init__(
+      self,
+      cohort: Cohort,
+      import_graph: Callable[[tff.framework.CompiledComputation], Function],
+      server_device: str,
+  ):
+    """Prepares the evaluation.
+
+    Args:
+      cohort: The clients.
+      import_graph: Converts a compiled computation to a Python function.
+      server_device: The device for all that does not run at clients.
+    """
+    self._intrinsics = Intrinsics(cohort, server_device)
+    self._import_graph = import_graph
+    self._server_device = server_device
+
+  def evaluate(
+      self,
+      block: tff.framework.ComputationBuildingBlock,
+      names: dict[str, Value],
+  ) -> Value:
+    """Evaluates a building block.
+
+    Args:
+      block: The block.
+      names: The values of the names that `block` refers to.
+
+    Returns:
+      The block's value: a Python function if its type is a function.
+
+    Raises:
+      NotImplementedError: If the block is of a kind that cannot be evaluated.
+    """
+    framework = tff.framework
+    if isinstance(block, framework.Reference):
+      return names[block.name]
+    if isinstance(block, framework.Block):
+      names = dict(names)
+      for name, value in block.locals:
+        names[name] = self.evaluate(value, names)
+      return self.evaluate(block.result, names)
+    if isinstance(block, framework.Lambda):
+      return lambda argument=None: self.evaluate(
+          block.result, names | {block.parameter_name: argument}
+      )
+    if isinstance(block, framework.Struct):
+      return tff.structure.Struct(
+          (name, self.evaluate(element, names))
+          for name, element in tff.structure.iter_elements(block)
+      )
+    if isinstance(block, framework.Selection):
+      source = self.evaluate(block.source, names)
+      if block.name is not None:
+        return getattr(source, block.name)
+      return source[block.index]
+    if isinstance(block, framework.Call):
+      return self._call(block, names)
+    if isinstance(block, framework.CompiledComputation):
+      return self._import_graph(block)
+    if isinstance(block, framework.Literal):
+      return tf.constant(
+          block.value, values.tensor_spec(block.type_signature).dtype
+      )
+    raise NotImplementedError(
+        f'The in-process runtime cannot run a {type(block).__name__}.'
+    )
+
+  def _call(self, call: tff.framework.Call, names: dict[str, Value]) -> Value:
+    argument = None
+    if call.argument is not None:
+      argument = self.evaluate(call.argument, names)
+    if isinstance(call.function, tff.framework.Intrinsic):
+      return self._intrinsics.run(call, argument)
+    with tf.device(self._server_device):
+      return self.evaluate(call.function, names)(argument)
+
+
+def build_function(
+    computation: CallDominant, cohort: Cohort, server_device: str
+) -> Callable[..., list[tf.Tensor]]:
+  """Builds the TensorFlow function of a computation for one cohort.
+
+  Args:
+    computation: The computation.
+    cohort: The clients.
+    server_device: The device for all that does not run at clients.
+
+  Returns:
+    A concrete function. It takes the tensors of `placed.feed_tensors` and
+    returns those that `placed.to_python` takes.
+  """
+  parameter = computation.type_signature.parameter
+  imported: dict[bytes, Function] = {}
+
+  def import_once(compiled: tff.framework.CompiledComputation) -> Function:
+    key = graphs.fingerprint(compiled)
+    if key not in imported:
+      imported[key] = graphs.import_graph(compiled)
+    return imported[key]
+
+  @tf.function(
+      input_signature=placed.argument_specs(cohort, parameter),
+      autograph=False,
+  )
+  def lowered(*tensors: tf.Tensor) -> list[tf.Tensor]:
+    argument = None
+    if parameter is not None:
+      argument = placed.unpack_argument(cohort, parameter, tensors)
+    lowering = Lowering(cohort, import_once, server_device)
+    value = lowering.evaluate(computation.block, {})
+    if callable(value):
+      value = value(argument)
+    return placed.flatten_result(
+        cohort, computation.type_signature.result, value
+    )
+
+  return lowered.get_concrete_function()

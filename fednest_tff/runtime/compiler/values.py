@@ -1,0 +1,160 @@
+"""Converts unplaced Python values to flat lists of tensors and back.
+
+A TFF type says how. A tensor is one tensor, a sequence is the variant tensor of
+a dataset, and a struct is the tensors of its elements in order.
+"""
+
+import collections
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from fednest_tff import structures
+from fednest_tff.structures import Value
+
+
+def tensor_spec(value_type: tff.TensorType) -> tf.TensorSpec:
+  """Converts a tensor type to a `tf.TensorSpec`."""
+  dtype = tf.string if value_type.dtype is np.str_ else value_type.dtype
+  return tf.TensorSpec(value_type.shape, dtype)
+
+
+def _leaf_spec(leaf_type: tff.Type) -> tf.TensorSpec:
+  if isinstance(leaf_type, tff.TensorType):
+    return tensor_spec(leaf_type)
+  if isinstance(leaf_type, tff.SequenceType):
+    return tf.TensorSpec([], tf.variant)
+  raise NotImplementedError(f'Cannot take a value of type {leaf_type}.')
+
+
+def leaf_specs(value_type: tff.Type) -> list[tf.TensorSpec]:
+  """Lists the specs of the tensors that `to_tensors` returns."""
+  return [_leaf_spec(leaf) for leaf in structures.leaves(value_type)]
+
+
+def _to_container(elements: list[tuple[str | None, Value]]) -> Value:
+  """Makes the container that tf.data has for a struct's elements."""
+  if elements and all(name is not None for name, _ in elements):
+    return collections.OrderedDict(elements)
+  return tuple(element for _, element in elements)
+
+
+def element_spec(element_type: tff.Type) -> Value:
+  """Converts the type of a sequence's elements to what tf.data calls a spec."""
+  return structures.fold(element_type, tensor_spec, _to_container)
+
+
+def to_dataset(
+    variant: tf.Tensor, sequence_type: tff.SequenceType
+) -> tf.data.Dataset:
+  """Converts a variant tensor to the dataset that it stands for."""
+  return tf.data.experimental.from_variant(
+      variant, element_spec(sequence_type.element)
+  )
+
+
+def from_dataset_element(element: Value, element_type: tff.Type) -> Value:
+  """Converts an element of a dataset to a TFF value.
+
+  Args:
+    element: A tensor, or tensors in the containers of `element_spec`.
+    element_type: Its type.
+
+  Returns:
+    A tensor, or a `tff.structure.Struct` of tensors.
+  """
+  pairs = structures.typed_leaves(element, element_type)
+  return structures.pack(element_type, [tensor for tensor, _ in pairs])
+
+
+def _to_tensor(value: Value, value_type: tff.TensorType) -> tf.Tensor:
+  spec = tensor_spec(value_type)
+  tensor = tf.convert_to_tensor(value, spec.dtype)
+  if not spec.shape.is_compatible_with(tensor.shape):
+    raise TypeError(
+        f'Expected a tensor of type {value_type}; got shape'
+        f' {list(tensor.shape)}.'
+    )
+  return tensor
+
+
+def _list_to_dataset(
+    values: list[Value], element_type: tff.Type
+) -> tf.data.Dataset:
+  """Makes a dataset of a list of elements, which may be empty."""
+  rows = [to_tensors(value, element_type) for value in values]
+  columns = iter([
+      tf.stack([row[k] for row in rows])
+      if rows
+      else tf.zeros([0, *spec.shape], spec.dtype)
+      for k, spec in enumerate(leaf_specs(element_type))
+  ])
+  return tf.data.Dataset.from_tensor_slices(
+      structures.fold(element_type, lambda _: next(columns), _to_container)
+  )
+
+
+def _to_variant(value: Value, value_type: tff.SequenceType) -> tf.Tensor:
+  """Converts a dataset, or a list of elements, to a variant tensor."""
+  if not isinstance(value, tf.data.Dataset):
+    value = _list_to_dataset(value, value_type.element)
+  expected = tf.nest.flatten(element_spec(value_type.element))
+  found = tf.nest.flatten(value.element_spec)
+  if len(expected) != len(found) or not all(
+      a.is_compatible_with(b) for a, b in zip(expected, found, strict=True)
+  ):
+    raise TypeError(
+        f'Expected a dataset of {value_type.element}; got elements of'
+        f' {value.element_spec}.'
+    )
+  return tf.data.experimental.to_variant(value)
+
+
+def _leaf_to_tensor(value: Value, leaf_type: tff.Type) -> tf.Tensor:
+  if isinstance(leaf_type, tff.TensorType):
+    return _to_tensor(value, leaf_type)
+  if isinstance(leaf_type, tff.SequenceType):
+    return _to_variant(value, leaf_type)
+  raise NotImplementedError(f'Cannot take a value of type {leaf_type}.')
+
+
+def to_tensors(value: Value, value_type: tff.Type) -> list[tf.Tensor]:
+  """Converts a Python value to tensors.
+
+  Args:
+    value: A number, array, dataset or list of a dataset's elements, or
+      containers of them.
+    value_type: The type of `value`, without a placement.
+
+  Returns:
+    A tensor per leaf of `value_type`.
+
+  Raises:
+    TypeError: If `value` does not have that type.
+  """
+  return [
+      _leaf_to_tensor(leaf, leaf_type)
+      for leaf, leaf_type in structures.typed_leaves(value, value_type)
+  ]
+
+
+def to_python(tensors: Iterator[tf.Tensor], value_type: tff.Type) -> Value:
+  """Converts tensors to a Python value.
+
+  Args:
+    tensors: The tensors of the value come next; only they are taken.
+    value_type: The type of the value, without a placement.
+
+  Returns:
+    A NumPy value or a dataset, or a `tff.structure.Struct` of them.
+  """
+
+  def convert(leaf_type: tff.Type) -> Value:
+    tensor = next(tensors)
+    if isinstance(leaf_type, tff.SequenceType):
+      return to_dataset(tensor, leaf_type)
+    return tensor.numpy()
+
+  return structures.fold(value_type, convert, tff.structure.Struct)

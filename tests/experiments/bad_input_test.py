@@ -1,0 +1,440 @@
+"""Bad input is one line that names it, and changes nothing."""
+
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import matplotlib.figure
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from experiments import program
+from fednest_tff import simulation
+from fednest_tff.simulation import training
+from tests.helpers.binaries import command
+
+pytestmark = pytest.mark.usefixtures('default_context')
+
+# Quick to compile.
+TINY = [
+    '--num_clients=2', '--dimension=2', '--unroll=0', '--epochs=2',
+    '--method=fedavg_s',
+]
+FOREIGN = 'not ours'
+
+
+def snapshot(directory):
+  """Everything in a directory."""
+  return {
+      str(path.relative_to(directory)): path.is_file() and path.read_bytes()
+      for path in pathlib.Path(directory).rglob('*')
+      if path.name != '.lock'
+  }
+
+
+@pytest.fixture
+def refused(tmp_path, capfd):
+  """A function that runs a binary, which must refuse and change nothing."""
+
+  def run(name, *arguments, directory=None, code=2):
+    where = directory or tmp_path / 'made' / 'for' / 'it'
+    before = snapshot(tmp_path)
+    capfd.readouterr()
+    found = command(name, f'--output_dir={where}', *arguments)
+    printed = capfd.readouterr()
+    assert found == code, printed
+    assert printed.out == ''
+    assert printed.err.count('\n') == 1, printed.err
+    assert printed.err.startswith('error: ')
+    assert snapshot(tmp_path) == before
+    return printed.err
+
+  return run
+
+
+@pytest.fixture(scope='module')
+def template(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('template') / 'finished'
+  before = tff.framework.get_context_stack().current
+  assert command('minimax', *TINY, f'--output_dir={directory}') == 0
+  tff.framework.set_default_context(before)
+  return directory
+
+
+@pytest.fixture
+def finished(template, tmp_path):
+  """A directory with a run."""
+  return pathlib.Path(shutil.copytree(template, tmp_path / 'finished'))
+
+
+DIGITS = 'hyper_representation'
+BAD_FLAGS = [
+    ('minimax', ['--epoch_count=3'], ['epoch_count']),
+    ('minimax', ['--epochs=many'], ['--epochs', 'many']),
+    ('minimax', ['--epochs=1.5'], ['--epochs', '1.5']),
+    ('minimax', ['--epochs=0'], ['--epochs']),
+    ('minimax', ['--epochs=-1'], ['--epochs']),
+    ('minimax', ['--seeds=0'], ['--seeds']),
+    ('minimax', ['--seed=-1'], ['--seed']),
+    ('minimax', ['--inner_learning_rate=-0.1'], ['--inner_learning_rate']),
+    ('minimax', ['--inner_learning_rate=0'], ['--inner_learning_rate must be']),
+    ('minimax', ['--outer_learning_rate=0'], ['--outer_learning_rate']),
+    ('minimax', ['--outer_learning_rate=nan'], ['--outer_learning_rate']),
+    ('minimax', ['--spread=inf'], ['--spread']),
+    ('minimax', ['--method=fednext'], ['--method', 'fednext', 'lfednest']),
+    ('minimax', ['--method='], ['--method', 'fednest']),
+    ('minimax', ['--method=fednest,fednest'], ['--method', 'twice']),
+    ('minimax', ['--method=fedavg'], ['--method', 'fedavg_s']),
+    ('minimax', ['--problem=sine'], ['--problem=sine', 'saddle']),
+    ('minimax', ['--problem=nothing'], ['--problem']),
+    ('minimax', ['--hidden=3'], ['--hidden', 'minimax']),
+    ('minimax', ['--dataset=digits'], ['--dataset', '--problem=saddle']),
+    ('minimax', ['--neumann_terms=3'], ['--neumann_terms']),
+    (
+        'minimax',
+        ['--problem=robust_regression', '--dimension=3'],
+        ['--dimension', 'robust_regression'],
+    ),
+    ('compositional', ['--hidden=3'], ['--hidden', 'portfolio']),
+    ('compositional', ['--problem=sine', '--spread=2'], ['--spread', 'sine']),
+    ('single_level', ['--inner_rounds=3'], ['--inner_rounds']),
+    (
+        'minimax',
+        ['--num_clients=4', '--clients_per_round=5'],
+        ['--clients_per_round=5', '--num_clients=4'],
+    ),
+    (DIGITS, ['--clients_per_round=30'], ['--clients_per_round=30', '20']),
+    (DIGITS, ['--num_clients=100000'], ['clients']),
+    (DIGITS, ['--partition=writers'], ['--partition']),
+    (DIGITS, ['--partition=odd'], ['--partition']),
+    (
+        DIGITS,
+        ['--partition=dirichlet', '--dirichlet_alpha=0'],
+        ['--dirichlet_alpha'],
+    ),
+    (DIGITS, ['--dataset=cifar'], ['--dataset']),
+    (DIGITS, ['--data_dir=/tmp'], ['--data_dir', 'digits']),
+    (
+        DIGITS,
+        ['--dataset=mnist', '--data_dir=/no/such/place'],
+        ['/no/such/place'],
+    ),
+    (DIGITS, ['--hidden=4,x'], ['--hidden=4,x']),
+    (DIGITS, ['--hidden=0'], ['--hidden=0']),
+    (DIGITS, ['--backbone=cnn', '--hidden=4,5'], ['--hidden', '--backbone']),
+    (DIGITS, ['--inner_fraction=1.5'], ['fraction', '1.5']),
+    ('loss_tuning', ['--imbalance=0'], ['imbalance']),
+    (
+        'loss_tuning', ['--centralised', '--num_clients=3'], ['--centralised']
+    ),
+    ('minimax', ['--runtime=cloud'], ['--runtime']),
+    ('minimax', ['--runtime=native', '--unroll=3'], ['unroll']),
+    ('minimax', ['--runtime=workers'], ['workers']),
+    (
+        'single_level',
+        ['--method=fedavg', '--client_weighting=num_examples'],
+        ['--client_weighting', '--method=fedavg'],
+    ),
+    ('minimax', ['--devices=GPU:7'], ['GPU:7']),
+    ('minimax', ['surplus'], ['surplus']),
+    ('minimax', ['--flagfile=/no/such/file'], ['/no/such/file']),
+]
+
+
+@pytest.mark.parametrize(
+    'name, arguments, parts', BAD_FLAGS, ids=[' '.join(b[1]) for b in BAD_FLAGS]
+)
+def test_bad_flag(refused, name, arguments, parts):
+  message = refused(name, *arguments)
+  for part in parts:
+    assert part in message
+
+
+def test_damaged_data(refused, tmp_path):
+  data = tmp_path / 'mnist'
+  data.mkdir()
+  options = ['--dataset=mnist', f'--data_dir={data}']
+  assert 'train-images-idx3-ubyte' in refused(DIGITS, *options)
+  for name in (
+      'train-images-idx3-ubyte', 'train-labels-idx1-ubyte',
+      't10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte',
+  ):
+    (data / name).write_bytes(b'rubbish')
+  assert str(data) in refused(DIGITS, *options)
+
+
+def test_other_flags(refused, finished):
+  message = refused(
+      'minimax', *TINY, '--epochs=1', '--spread=2', directory=finished
+  )
+  assert '--epochs was 2 and is 1' in message
+  assert '--spread was 1.0 and is 2.0' in message
+  assert 'dimension' not in message and '--overwrite' in message
+  message = refused('compositional', '--dimension=2', directory=finished)
+  assert "`experiment` was 'minimax' and is 'compositional'" in message
+
+
+def save_state(directory, state, epoch):
+  """Puts a state in place of the run's own ones."""
+  folder = directory / 'checkpoints'
+  for path in folder.glob('program_state_*'):
+    shutil.rmtree(path)
+  manager = tff.program.FileProgramStateManager(str(folder))
+  with training._event_loop() as loop:
+    loop.run_until_complete(manager.save(state, epoch))
+
+
+def make_old(directory):
+  """Makes a run look like one of before the layout was on record."""
+  config = json.loads((directory / 'config.json').read_text())
+  del config['layout']
+  (directory / 'config.json').write_text(json.dumps(config))
+  (directory / 'checkpoints' / 'layout').unlink()
+  point = np.zeros(2, np.float64)
+  old = dict(
+      outer=point, inner=point, epoch=np.int32(2), seed=np.zeros(2, np.int64),
+      aggregators={'outer': (), 'inner': ()}, optimizer=(),
+  )
+  save_state(directory, old, 2)
+
+
+@pytest.mark.parametrize('epochs', [2, 5])
+def test_checkpoint_of_the_old_layout(refused, finished, epochs):
+  make_old(finished)
+  flags = [*TINY, f'--epochs={epochs}']
+  message = refused('minimax', *flags, directory=finished)
+  assert 'another version' in message and 'state layout 1, not 2' in message
+  assert '--output_dir' in message and '--overwrite' in message
+
+
+def test_old_layout_starts_anew_if_asked(finished):
+  make_old(finished)
+  code = command('minimax', *TINY, '--overwrite', f'--output_dir={finished}')
+  assert code == 0
+  assert json.loads((finished / 'config.json').read_text())['layout'] == 2
+  # And goes on.
+  more = [*TINY, '--epochs=3', f'--output_dir={finished}']
+  assert command('minimax', *more) == 0
+  rows = simulation.read_rows(str(finished / 'metrics.csv'))
+  assert [row['epoch'] for row in rows] == [1, 2, 3]
+
+
+def test_checkpoint_of_another_structure(finished, capfd):
+  """The layout is on record, and yet the method's state is another."""
+  save_state(finished, {'outer': np.zeros(2)}, 2)
+  before = snapshot(finished)
+  capfd.readouterr()
+  code = command(
+      'minimax', *TINY, '--epochs=3', f'--output_dir={finished}'
+  )
+  assert code == 2
+  error = capfd.readouterr().err
+  assert error.count('\n') == 1 and error.startswith('error: ')
+  assert 'another structure' in error and '--overwrite' in error
+  after = snapshot(finished)
+  # TensorBoard has a file per start, and the number of epochs may change.
+  for name, content in before.items():
+    assert after[name] == content or name == 'config.json'
+  assert {name.split('/')[0] for name in after.keys() - before.keys()} <= {
+      'tensorboard'
+  }
+
+
+def test_overwrite(refused, finished, capfd):
+  mine = finished / 'notes.txt'
+  mine.write_text(FOREIGN)
+  half = finished / 'metrics.csv_temp1234'
+  half.write_text('epo')
+  # What fails does so before anything is removed.
+  other = ['--overwrite', '--outer_learning_rate=0.01']
+  for wrong in ('--method=fednest,x', '--devices=GPU:7'):
+    refused('minimax', *TINY, *other, wrong, directory=finished)
+  refused(
+      'hyper_representation', '--overwrite', '--dataset=mnist',
+      '--data_dir=/no/such/place', directory=finished,
+  )
+  before = snapshot(finished)
+  code = command('minimax', *TINY, *other, f'--output_dir={finished}')
+  assert code == 0, capfd.readouterr().err
+  after = snapshot(finished)
+  assert after.keys() >= before.keys() - {half.name} - {
+      name for name in before if 'tfevents' in name
+  }
+  assert mine.read_text() == FOREIGN and not half.exists()
+  assert after['metrics.csv'] != before['metrics.csv']
+  flags = json.loads(after['config.json'])['flags']
+  assert flags['outer_learning_rate'] == 0.01
+  # One run's events, not two.
+  assert sum('tfevents' in name for name in after) == 1
+
+
+@pytest.mark.parametrize('extra', [[], ['--overwrite']])
+@pytest.mark.parametrize(
+    'file', ['metrics.csv', 'runs/mine/thesis.txt', 'config.json']
+)
+def test_directory_of_somebody_else(refused, tmp_path, file, extra):
+  path = tmp_path / 'project' / file
+  path.parent.mkdir(parents=True)
+  path.write_text('{"name": "mine"}')
+  message = refused('minimax', *TINY, *extra, directory=tmp_path / 'project')
+  assert file.split('/')[0] in message
+  assert not (tmp_path / 'project' / '.lock').exists()
+
+
+def test_damaged_settings(refused, finished):
+  (finished / 'config.json').write_text('{"flags": {"epo')
+  message = refused('minimax', *TINY, directory=finished)
+  assert 'config.json' in message and 'damaged' in message
+  code = command('minimax', *TINY, '--overwrite', f'--output_dir={finished}')
+  assert code == 0
+
+
+def test_output_is_a_file(refused, tmp_path):
+  file = tmp_path / 'file'
+  file.write_text(FOREIGN)
+  assert str(file) in refused('minimax', *TINY, directory=file)
+  assert str(file) in refused('minimax', *TINY, directory=file / 'below')
+  assert str(file) in refused('minimax', '--overwrite', directory=file)
+
+
+def test_read_only_directory(refused, tmp_path):
+  # Not even root can write there.
+  assert '/proc/mine' in refused('minimax', *TINY, directory='/proc/mine')
+  assert '/proc/self' in refused('minimax', *TINY, directory='/proc/self')
+
+
+def test_refused_by_permissions(refused, tmp_path):
+  directory = tmp_path / 'locked'
+  directory.mkdir(mode=0o500)
+  if os.access(directory, os.W_OK):
+    pytest.skip('root may write everywhere')
+  assert 'Permission' in refused('minimax', *TINY, directory=directory)
+
+
+def test_second_process(refused, finished):
+  with open(finished / '.lock', 'a') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    for extra in ([], ['--overwrite']):
+      message = refused('minimax', *TINY, *extra, directory=finished)
+      assert 'another process' in message and str(os.getpid()) in message
+  # With the lock free, the finished run is read and drawn again.
+  assert command('minimax', *TINY, f'--output_dir={finished}') == 0
+
+
+def test_full_disk_at_the_end(finished, capfd, monkeypatch):
+  def savefig(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  before = snapshot(finished)
+  monkeypatch.setattr(matplotlib.figure.Figure, 'savefig', savefig)
+  capfd.readouterr()
+  assert command('minimax', *TINY, f'--output_dir={finished}') == 2
+  error = capfd.readouterr().err
+  assert error.count('\n') == 1 and 'No space left' in error
+  assert snapshot(finished) == before
+
+
+@pytest.mark.parametrize('place', ['metrics.csv', 'program_state_2'])
+def test_full_disk_while_running(tmp_path, capfd, monkeypatch, place):
+  directory = tmp_path / 'run'
+  rename = tf.io.gfile.rename
+
+  def full(source, target, **options):
+    if place in target and (directory / 'checkpoints').exists():
+      raise tf.errors.ResourceExhaustedError(
+          None, None, f'{target}; No space left on device'
+      )
+    rename(source, target, **options)
+
+  flags = [*TINY, '--epochs_per_checkpoint=1', f'--output_dir={directory}']
+  with monkeypatch.context() as patched:
+    patched.setattr(tf.io.gfile, 'rename', full)
+    assert command('minimax', *flags) == 2
+  error = capfd.readouterr().err
+  assert error.count('\n') == 1 and error.startswith('error: cannot write')
+  assert 'No space left' in error
+  assert not list(directory.glob('checkpoints/*_temp*'))
+  assert (directory / 'checkpoints' / 'program_state_0').exists()
+  # There is space again.
+  assert command('minimax', *flags) == 0
+  rows = simulation.read_rows(str(directory / 'metrics.csv'))
+  assert [row['epoch'] for row in rows] == [1, 2]
+
+
+@pytest.mark.parametrize('epochs', [2, 30])
+def test_not_finite(tmp_path, capfd, epochs):
+  directory = tmp_path / 'run'
+  flags = [
+      *TINY, '--method=fednest', f'--epochs={epochs}',
+      '--outer_learning_rate=1e200', f'--output_dir={directory}',
+  ]
+  messages = []
+  # The second time, what is on disk says the same.
+  for _ in range(2):
+    assert command('minimax', *flags) == 3
+    error = capfd.readouterr().err
+    assert error.count('\n') == 1 and error.startswith('error: ')
+    messages.append(error)
+  assert messages[0] == messages[1]
+  assert 'epoch ' in messages[0] and 'learning' in messages[0]
+  rows = simulation.read_rows(str(directory / 'metrics.csv'))
+  assert [row['epoch'] for row in rows] == list(range(1, len(rows) + 1))
+  assert 0 < len(rows) < 30
+
+
+def test_not_finite_in_the_last_epoch(finished, capfd):
+  """Killed after the row was written, before the message was."""
+  path = finished / 'metrics.csv'
+  rows = simulation.read_rows(str(path))
+  rows[-1]['outer_loss'] = float('nan')
+  simulation.write_rows(str(path), rows)
+  assert command('minimax', *TINY, f'--output_dir={finished}') == 3
+  assert 'epoch 2: outer_loss is nan' in capfd.readouterr().err
+
+
+def test_one_method_diverges_and_the_other_goes_on(tmp_path, capfd):
+  directory = tmp_path / 'run'
+  code = command(
+      'single_level', '--unroll=0', '--num_clients=2', '--epochs=3',
+      '--outer_learning_rate=1e30', '--epochs_per_evaluation=2',
+      f'--output_dir={directory}',
+  )
+  assert code == 3
+  assert capfd.readouterr().err.startswith('error: fednest, seed 0, epoch ')
+  assert len(list((directory / 'runs').iterdir())) == 2
+
+
+def test_interrupted_before_the_first_epoch(tmp_path, capfd, monkeypatch):
+  def interrupted(*args):
+    signal.raise_signal(signal.SIGINT)
+
+  monkeypatch.setattr(program, '_trial', interrupted)
+  directory = tmp_path / 'a' / 'b'
+  assert command('minimax', *TINY, f'--output_dir={directory}') == 130
+  error = capfd.readouterr().err
+  assert error.count('\n') == 1 and 'interrupted' in error
+  assert not (tmp_path / 'a').exists()
+
+
+def test_real_process(tmp_path):
+  """The same from outside: no traceback, nothing else on stderr."""
+  done = subprocess.run(
+      [
+          sys.executable, '-m', 'experiments.minimax', '--epochs=none',
+          f'--output_dir={tmp_path / "run"}',
+      ],
+      capture_output=True, text=True, check=False, timeout=120,
+      cwd=pathlib.Path(__file__).parents[2],
+  )
+  assert done.returncode == 2
+  assert done.stdout == ''
+  assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
+  assert not (tmp_path / 'run').exists()

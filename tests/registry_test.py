@@ -1,0 +1,227 @@
+"""Methods by name: the registry, its front door, and the README's table."""
+
+import inspect
+import pathlib
+import re
+import sys
+
+import pytest
+
+import fednest_tff
+from fednest_tff import registry
+from tests.helpers import quadratic
+
+README = pathlib.Path(__file__).parent.parent / 'README.md'
+FAMILY = (
+    'fednest', 'lfednest', 'fednest_sgd', 'lfednest_svrg', 'lfednest_nonalt',
+    'fedavg_s',
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def restored_registry(monkeypatch):
+  """Methods of one test are unknown to the next."""
+  monkeypatch.setattr(registry, '_METHODS', dict(registry._METHODS))
+
+
+def build_mine(
+    problem, *, inner_learning_rate: float, strength: float = 2.0, seed: int = 0
+):
+  """Mine: it returns its arguments.
+
+  Args:
+    problem: Any.
+    inner_learning_rate: beta.
+    strength: How strong it is.
+    seed: Of nothing.
+  """
+  return problem, inner_learning_rate, strength, seed
+
+
+# ---- What is in it ----------------------------------------------------------
+
+
+def test_the_family_comes_first():
+  assert fednest_tff.METHODS[: len(FAMILY)] == FAMILY
+  assert registry.method_names() == fednest_tff.METHODS
+
+
+@pytest.mark.parametrize('name', fednest_tff.METHODS)
+def test_every_method_is_complete(name):
+  method = fednest_tff.get_method(name)
+  assert method.name == name
+  # Users find the builder by its name.
+  assert getattr(fednest_tff, method.builder.__name__) is method.builder
+  assert method.label and method.rounds
+  assert method.summary.endswith('.') and '\n' not in method.summary
+  assert {'inner_learning_rate', 'outer_learning_rate', 'seed'} <= set(
+      method.options
+  )
+
+
+def test_labels_differ():
+  labels = [registry.get_method(name).label for name in fednest_tff.METHODS]
+  assert len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize(
+    'name', [name for name in fednest_tff.__all__ if name.startswith('build_')]
+)
+def test_no_builder_has_more_than_twelve_parameters(name):
+  builder = getattr(fednest_tff, name)
+  assert len(inspect.signature(builder).parameters) <= 12
+
+
+def test_readme_has_the_table():
+  (table,) = re.findall(
+      r'<!-- methods: .*?-->\n(.*?)\n<!-- /methods -->',
+      README.read_text(),
+      re.DOTALL,
+  )
+  assert table == registry.to_markdown()
+
+
+def test_table():
+  registry.register('mine', build_mine, 'Mine', 'T + 7')
+  head, rule, *rows = registry.to_markdown().splitlines()
+  assert head == '| method | description | builder | rounds per epoch |'
+  assert rule == '| --- | --- | --- | --- |'
+  assert len(rows) == len(fednest_tff.METHODS) + 1
+  expected = (
+      '| `mine` | Mine: it returns its arguments. | `build_mine` | T + 7 |'
+  )
+  assert rows[-1] == expected
+
+
+# ---- A method of your own ---------------------------------------------------
+
+
+def test_register():
+  assert fednest_tff.register('mine', build_mine) is None
+  method = fednest_tff.get_method('mine')
+  assert method.builder is build_mine
+  assert method.label == 'mine'
+  assert method.summary == 'Mine: it returns its arguments.'
+  assert fednest_tff.method_names() == (*fednest_tff.METHODS, 'mine')
+  (strength,) = method.options['strength']
+  assert (strength.default, strength.flag_type) == (2.0, float)
+  assert strength.help == 'How strong it is.'
+  # Once more is no harm, and may give it a label.
+  fednest_tff.register('mine', build_mine, label='Mine')
+  assert fednest_tff.get_method('mine').label == 'Mine'
+
+
+def test_build_is_the_front_door():
+  fednest_tff.register('mine', build_mine)
+  built = fednest_tff.build('a problem', 'mine', inner_learning_rate=0.1)
+  assert built == ('a problem', 0.1, 2.0, 0)
+  with pytest.raises(ValueError, match='`inner_rounds` is no option of mine'):
+    fednest_tff.build(0, 'mine', inner_learning_rate=0.1, inner_rounds=1)
+  with pytest.raises(
+      ValueError, match='`inner_learning_rate` is missing: mine needs it'
+  ):
+    fednest_tff.build(0, 'mine')
+
+
+@pytest.mark.parametrize(
+    ['method', 'option'],
+    [
+        ('lfednest', 'participation'),
+        ('lfednest_nonalt', 'gradient_batch_size'),
+        ('fedavg_s', 'inner_rounds'),
+        ('fednest', 'strength'),
+    ],
+)
+def test_wrong_options_name_option_and_method(method, option):
+  with pytest.raises(
+      ValueError, match=f'^`{option}` is no option of {method}, which has: '
+  ):
+    fednest_tff.build(quadratic.build_problem(), method, **{option: 1})
+
+
+def test_what_cannot_be_registered():
+  with pytest.raises(ValueError, match="`name` 'fednest' is registered"):
+    fednest_tff.register('fednest', build_mine)
+  with pytest.raises(ValueError, match='`builder` must be a function; got 3'):
+    fednest_tff.register('three', 3)
+  with pytest.raises(ValueError, match='`<lambda>` must name its options'):
+    fednest_tff.register('all', lambda problem, **options: None)
+  assert registry.method_names() == fednest_tff.METHODS
+
+
+@pytest.mark.parametrize(
+    'name', ['fedavg', '', None, ':build', 'module:', '.module:build', 'a:b:c']
+)
+def test_unknown_method(name):
+  with pytest.raises(ValueError) as caught:
+    fednest_tff.build(quadratic.build_problem(), name)
+  assert str(caught.value) == (
+      f'`method` must be one of {", ".join(fednest_tff.METHODS)}, or'
+      f" 'package.module:builder'; got {name!r}."
+  )
+
+
+# ---- By 'package.module:builder' --------------------------------------------
+
+MODULE = '''
+import fednest_tff
+
+
+def build_own(problem, *, inner_learning_rate: float):
+  """Own: nothing much."""
+  return problem, inner_learning_rate
+'''
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+  """A folder of modules that can be imported."""
+  folder = tmp_path / 'some_package'
+  folder.mkdir()
+  (folder / '__init__.py').touch()
+  (folder / 'own.py').write_text(MODULE)
+  (folder / 'labelled.py').write_text(
+      MODULE + "\n\nfednest_tff.register('own', build_own, label='The Own')\n"
+  )
+  (folder / 'broken.py').write_text('import no_such_module\n')
+  monkeypatch.syspath_prepend(str(tmp_path))
+  yield folder
+  for name in [n for n in sys.modules if n.split('.')[0] == folder.name]:
+    del sys.modules[name]
+
+
+@pytest.mark.usefixtures('package')
+def test_a_method_by_its_module():
+  name = 'some_package.own:build_own'
+  built = fednest_tff.build('a problem', name, inner_learning_rate=0.1)
+  assert built == ('a problem', 0.1)
+  method = fednest_tff.get_method(name)
+  assert (method.name, method.label) == (name, 'own')
+  assert registry.method_names() == (*fednest_tff.METHODS, name)
+  assert fednest_tff.get_method(name) is method
+  with pytest.raises(ValueError, match=f'`seed` is no option of {name}'):
+    fednest_tff.build(0, name, inner_learning_rate=0.1, seed=1)
+
+
+@pytest.mark.usefixtures('package')
+def test_a_module_may_register_its_method_itself():
+  name = 'some_package.labelled:build_own'
+  method = fednest_tff.get_method(name)
+  assert method.label == 'The Own'
+  assert fednest_tff.get_method('own').builder is method.builder
+  assert registry.method_names() == (*fednest_tff.METHODS, 'own', name)
+
+
+@pytest.mark.usefixtures('package')
+@pytest.mark.parametrize(
+    ['name', 'message'],
+    [
+        ('some_package.none:build', "cannot be imported: .* 'some_package.no"),
+        ('some_package.broken:build', "cannot be imported: .* 'no_such_mo"),
+        ('some_package.own:missing', "some_package.own has no 'missing'"),
+    ],
+)
+def test_what_cannot_be_imported(name, message):
+  with pytest.raises(ValueError, match=f'^`method` {name!r}.*{message}'):
+    fednest_tff.get_method(name)
+  assert registry.method_names() == fednest_tff.METHODS

@@ -1,0 +1,94 @@
+"""TensorFlow computations as functions, and their fingerprints."""
+
+import collections
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from fednest_tff.runtime.compiler import graphs
+from tests.runtime import comparison
+
+
+@tff.tensorflow.computation(np.float32, np.float32, np.float32)
+def arguments_in_every_role(given_back, waited_for, ignored):
+  tf.raw_ops.Assert(condition=ignored < 0.0, data=[ignored])  # Never runs.
+  with tf.control_dependencies([waited_for]):
+    return given_back, tf.constant(2.0), given_back
+
+
+@tff.tensorflow.computation(np.int32)
+def unplaced(x):
+  return collections.OrderedDict(
+      integer=x,
+      float=tf.cast(x, tf.float32),
+      strings=tf.constant(['a', 'b']),
+      string=tf.constant('s'),
+      truth=tf.constant(True),
+      vector=tf.ones([2]),
+      dataset=tf.data.Dataset.range(tf.cast(x, tf.int64)),
+      empty=(),
+  )
+
+
+@pytest.mark.parametrize('function', [
+    lambda: unplaced(3),
+    lambda: arguments_in_every_role(1.0, 2.0, 3.0),
+])
+def test_small_computations(function):
+  comparison.assert_like_native(function)
+
+
+def _power(exponent):
+  """A computation whose graph has a function, which TensorFlow numbers."""
+
+  @tff.tensorflow.computation(np.float32)
+  def computation(x):
+    return tf.while_loop(
+        lambda k, _: k < exponent, lambda k, y: (k + 1, y * x), (0, 1.0)
+    )[1]
+
+  return computation.to_building_block()
+
+
+def test_fingerprint_does_not_depend_on_the_time_of_tracing():
+  first, again, other = _power(3), _power(3), _power(4)
+  assert graphs.fingerprint(first) == graphs.fingerprint(again)
+  assert graphs.fingerprint(first) != graphs.fingerprint(other)
+
+
+def test_nodes_of_functions_count():
+  proto = tf.compat.v1.GraphDef()
+  block = _power(3)
+  block.proto.tensorflow.graph_def.Unpack(proto)
+  assert len(proto.library.function) > 0
+  assert graphs.num_nodes(block) > len(proto.node)
+
+
+def test_each_call_has_its_own_variables():
+  @tff.tensorflow.computation(np.float32)
+  def count(x):
+    variable = tf.Variable(10.0)
+    with tf.control_dependencies([variable.assign_add(x)]):
+      return variable.read_value()
+
+  function = graphs.import_graph(count.to_building_block())
+
+  @tf.function(autograph=False)
+  def call_three_times():
+    return [function(tf.constant(x)) for x in (1.0, 2.0, 3.0)]
+
+  for _ in range(2):
+    assert [v.numpy() for v in call_three_times()] == [11.0, 12.0, 13.0]
+
+
+def test_only_tensorflow():
+  @tff.jax.computation(np.float32)
+  def in_jax(x):
+    return x + 1
+
+  block = in_jax.to_building_block()
+  assert graphs.num_nodes(block) == 0
+  with pytest.raises(NotImplementedError, match='not xla'):
+    graphs.import_graph(block)

@@ -1,0 +1,377 @@
+"""The in-process runtime against TFF's own, for processes and programs."""
+
+import asyncio
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import forwardprop
+import tensorflow_federated as tff
+
+import fednest_tff
+from fednest_tff.runtime import in_process
+from tests.helpers import quadratic
+from tests.runtime.comparison import (
+    RUNTIMES,
+    assert_like_native,
+    at_clients,
+    run_in_process,
+)
+
+
+@pytest.fixture(params=list(RUNTIMES))
+def runtime(request):
+  return RUNTIMES[request.param]
+
+
+@tff.federated_computation(at_clients(np.int32))
+def integers(x):
+  return x, tff.federated_sum(x)
+
+
+@tff.federated_computation(at_clients(np.float32))
+def means(x):
+  return tff.federated_mean(x), tff.federated_mean(x, x)
+
+
+SPEC = (tf.TensorSpec([None, 4], tf.float32), tf.TensorSpec([None], tf.int32))
+
+
+def _layers():
+  return tf.keras.Sequential([
+      tf.keras.layers.InputLayer([4]),
+      tf.keras.layers.Dense(3, kernel_initializer='ones'),
+  ])
+
+
+def _loss():
+  return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def _keras():
+  return tff.learning.models.from_keras_model(
+      _layers(),
+      loss=_loss(),
+      input_spec=SPEC,
+      metrics=[tf.keras.metrics.SparseCategoricalAccuracy()],
+  )
+
+
+def _functional():
+  return tff.learning.models.functional_model_from_keras(
+      _layers, _loss(), SPEC
+  )
+
+
+def _datasets():
+  rng = np.random.default_rng(0)
+  return [
+      tf.data.Dataset.from_tensor_slices((
+          rng.normal(size=(n, 4)).astype(np.float32),
+          rng.integers(0, 3, n).astype(np.int32),
+      )).batch(3)
+      for n in (5, 7, 4)
+  ]
+
+
+def _algorithms():
+  learning = tff.learning
+  build, sgd = learning.algorithms, learning.optimizers.build_sgdm
+  adam = learning.optimizers.build_adam
+  return {
+      'weighted FedAvg, Keras': lambda: build.build_weighted_fed_avg(
+          _keras, sgd(0.1), adam(0.1)
+      ),
+      'unweighted FedAvg, functional': lambda: build.build_unweighted_fed_avg(
+          _functional(), sgd(0.1, momentum=0.9), sgd(1.0)
+      ),
+      'FedProx': lambda: build.build_weighted_fed_prox(
+          _keras, 0.1, sgd(0.1), sgd(1.0)
+      ),
+      'MimeLite': lambda: build.build_weighted_mime_lite(
+          _keras, adam(0.1), sgd(1.0)
+      ),
+      'robust': lambda: build.build_weighted_fed_avg(
+          _functional(), sgd(0.1), sgd(1.0),
+          model_aggregator=learning.robust_aggregator(),
+      ),
+      'DP': lambda: build.build_unweighted_fed_avg(
+          _functional(), sgd(0.1), sgd(1.0),
+          model_aggregator=learning.dp_aggregator(0.0, 3),
+      ),
+      'compression': lambda: build.build_weighted_fed_avg(
+          _functional(), sgd(0.1), sgd(1.0),
+          model_aggregator=learning.compression_aggregator(),
+      ),
+      'evaluation': lambda: build.build_fed_eval(_keras),
+  }
+
+
+@functools.cache
+def _process(name):
+  return _algorithms()[name]()
+
+
+@pytest.mark.parametrize('name', list(_algorithms()))
+def test_learning_algorithms(name):
+  process = _process(name)
+
+  def two_rounds():
+    state = process.initialize()
+    for _ in range(2):
+      output = process.next(state, _datasets())
+      state = output.state
+    return output
+
+  assert_like_native(two_rounds)
+
+
+def test_k_means_and_a_preprocessed_process():
+  process = tff.learning.algorithms.build_fed_kmeans(
+      2, (4,), random_seed=(1, 2)
+  )
+  points = [
+      tf.data.Dataset.from_tensor_slices(np.float32(np.eye(4) * k))
+      for k in (1, 2)
+  ]
+  double = tff.tensorflow.computation(
+      lambda data: data.map(lambda point: 2 * point),
+      tff.SequenceType(tff.TensorType(np.float32, [4])),
+  )
+  composed = tff.simulation.compose_dataset_computation_with_iterative_process(
+      double, process
+  )
+  for built in (process, composed):
+    assert_like_native(lambda p=built: p.next(p.initialize(), points))
+
+
+def _fednest(**options):
+  return fednest_tff.build(
+      quadratic.build_problem(),
+      outer_learning_rate=0.05,
+      inner_learning_rate=0.2,
+      batch_size=2,
+      **options,
+  )
+
+
+CLIENT_DATA = quadratic.to_datasets(quadratic.make_clients(4))
+
+
+@functools.cache
+def _small_fednest(seed, neumann_terms):
+  """One that compiles quickly, with two clients in a second."""
+  return _fednest(
+      inner_local_steps=1, neumann_terms=neumann_terms, seed=seed
+  )
+
+
+def _epochs(process, number, clients):
+  state = process.initialize()
+  for _ in range(number):
+    output = process.next(state, clients)
+    state = output.state
+  return output
+
+
+def test_ten_epochs_of_fednest_equal_the_native_ones():
+  process = _fednest(inner_local_epochs=2, neumann_terms=3)
+  assert_like_native(lambda: _epochs(process, 10, CLIENT_DATA), rtol=1e-9)
+
+
+def test_equal_processes_share_a_compiled_function(monkeypatch):
+  # TensorFlow relaxes the shapes of a JVP from its 33rd trace on. Between two
+  # builds that would make their graphs differ.
+  monkeypatch.setattr(forwardprop, '_TRACE_COUNT_LIMIT', 0)
+  runtime = in_process.InProcessRuntime()
+  clients = CLIENT_DATA[:2]
+  for seed in (0, 1):
+    process = _small_fednest(seed, 1)
+    run_in_process(runtime, lambda p=process: _epochs(p, 1, clients))
+  # Two initial points, and one `next` for both.
+  assert runtime.num_functions == 3
+  other = _small_fednest(0, 2)
+  run_in_process(runtime, lambda: _epochs(other, 1, clients))
+  assert runtime.num_functions == 5 - 1  # The initial point is known already.
+
+
+def test_what_was_compiled_can_be_forgotten():
+  runtime = in_process.InProcessRuntime()
+  for size in (1, 2, 3):
+    run_in_process(runtime, lambda n=size: integers([1] * n))
+  runtime.forget(keep=2)
+  assert runtime.num_functions == 2
+  # Those of two and three clients; that of one is compiled again.
+  for size, count in ((2, 2), (3, 2), (1, 3)):
+    found = run_in_process(runtime, lambda n=size: integers([1] * n))
+    assert found[1] == size and runtime.num_functions == count
+  runtime.forget()
+  assert runtime.num_functions == 0
+
+
+def test_ragged_clients_do_not_compile_again():
+  runtime = in_process.InProcessRuntime()
+  process = _small_fednest(0, 1)
+  state = run_in_process(runtime, process.initialize)
+  for examples in ((1, 2), (3, 5), (4, 4)):
+    data = quadratic.to_datasets(quadratic.make_clients(2, examples))
+    run_in_process(runtime, lambda d=data: process.next(state, d))
+  assert runtime.num_functions == 2
+
+
+@functools.cache
+def _diverging_fednest():
+  return fednest_tff.build(
+      quadratic.build_problem(),
+      outer_learning_rate=0.1,
+      inner_learning_rate=1e200,
+      inner_local_steps=5,
+      neumann_terms=1,
+      smoothness=4.0,
+  )
+
+
+def test_errors_name_the_quantity_and_leave_the_runtime_usable(runtime):
+  process = _diverging_fednest()
+  with pytest.raises(Exception, match='Try a smaller inner_learning_rate'):
+    run_in_process(runtime, lambda: _epochs(process, 1, CLIENT_DATA[:2]))
+  assert run_in_process(runtime, lambda: integers([1, 2]))[1] == 3
+
+
+@pytest.mark.parametrize('value,message', [
+    ([1, 'a'], None), (3, 'a list with a value per client')
+])
+def test_wrong_arguments(runtime, value, message):
+  with pytest.raises((TypeError, ValueError), match=message):
+    run_in_process(runtime, lambda: integers(value))
+
+
+def test_asynchronous_context():
+  runtime = in_process.InProcessRuntime()
+  context = tff.program.NativeFederatedContext(
+      in_process.AsyncInProcessContext(runtime)
+  )
+
+  async def run():
+    return await tff.program.materialize_value(means([1.0, 4.0]))
+
+  with tff.framework.get_context_stack().install(context):
+    assert asyncio.run(run()) == (2.5, np.float32(17 / 5))
+
+
+DATA_TYPE = at_clients(tff.SequenceType(tff.types.tensorflow_to_type(SPEC)))
+
+
+class _Clients(tff.program.FederatedDataSourceIterator):
+  """The same clients every time; TFF copies and stores its iterators."""
+
+  federated_type = DATA_TYPE
+
+  @classmethod
+  def from_bytes(cls, buffer):
+    return cls()
+
+  def to_bytes(self):
+    return b''
+
+  def select(self, k=None):
+    return _datasets()[:k]
+
+
+class _Source(tff.program.FederatedDataSource):
+  federated_type = DATA_TYPE
+  capabilities = ()
+
+  def iterator(self):
+    return _Clients()
+
+
+def test_train_model_program(tmp_path):
+  """TFF's own training program, resumable, in the asynchronous context."""
+  process = _process('unweighted FedAvg, functional')
+  context = tff.program.NativeFederatedContext(
+      in_process.AsyncInProcessContext(in_process.InProcessRuntime(unroll=0))
+  )
+  released = tff.program.MemoryReleaseManager()
+
+  async def train():
+    await tff.learning.programs.train_model(
+        train_process=process,
+        train_data_source=_Source(),
+        train_per_round_clients=2,
+        train_total_rounds=2,
+        program_state_manager=tff.program.FileProgramStateManager(tmp_path),
+        model_output_manager=tff.program.MemoryReleaseManager(),
+        train_metrics_manager=released,
+        evaluation_manager=None,
+        evaluation_periodicity=1,
+    )
+
+  with tff.framework.get_context_stack().install(context):
+    asyncio.run(train())
+  assert sorted(released.values()) == [1, 2]
+
+
+def test_unknown_device_is_one_line_with_those_there_are():
+  with pytest.raises(ValueError, match=r"GPU:7.*there are \['CPU:0'\]"):
+    in_process.InProcessRuntime(devices=['GPU:7'])
+  with pytest.raises(ValueError, match='`devices` must be a list'):
+    in_process.InProcessRuntime(devices='CPU:0')
+  with pytest.raises(ValueError, match='`name` must be one of'):
+    fednest_tff.use_runtime('gpu')
+
+
+_TWO_DEVICES = """
+import json
+import tensorflow as tf
+cpu = tf.config.list_physical_devices('CPU')[0]
+two = [tf.config.LogicalDeviceConfiguration()] * 2
+tf.config.set_logical_device_configuration(cpu, two)
+tf.debugging.set_log_device_placement(True)
+from fednest_tff.runtime import in_process
+from tests.runtime import comparison, in_process_test
+process = in_process_test._small_fednest(0, 1)
+clients = in_process_test.CLIENT_DATA[:2]
+for unroll in (100, 0):
+  for devices in (['CPU:0'], ['CPU:0', 'CPU:1']):
+    runtime = in_process.InProcessRuntime(devices=devices, unroll=unroll)
+    print('RUN', unroll, devices, flush=True)
+    output = comparison.run_in_process(
+        runtime, lambda: in_process_test._epochs(process, 2, clients)
+    )
+    found = output.state.outer.tolist() + output.state.inner.tolist()
+    print('RESULT', json.dumps(found), flush=True)
+"""
+
+
+def test_clients_are_spread_over_two_devices():
+  """By the device of each executed matrix product, and with equal numbers."""
+  done = subprocess.run(
+      [sys.executable, '-c', _TWO_DEVICES],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      timeout=200,
+      env=os.environ | {'TF_CPP_MIN_LOG_LEVEL': '0'},
+      check=False,
+  )
+  assert done.returncode == 0, done.stdout[-2000:]
+  found = list(map(json.loads, re.findall(r'RESULT (.*)', done.stdout)))
+  assert len(found) == 4
+  for other in found[1:]:
+    np.testing.assert_allclose(found[0], other, rtol=1e-12)
+  logs = done.stdout.split('RUN')[1:]
+
+  def devices_of(log):
+    """Devices of the executed products: einsum and matrix products."""
+    return set(re.findall(r'(?:Einsum|MatMul)\S*.*device:(CPU:\d)', log))
+
+  for single, double in (logs[:2], logs[2:]):
+    assert devices_of(single) == {'CPU:0'}
+    assert devices_of(double) == {'CPU:0', 'CPU:1'}

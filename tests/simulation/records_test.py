@@ -1,0 +1,160 @@
+"""Metrics of a run in a CSV file."""
+
+import asyncio
+import csv
+import json
+import os
+
+import numpy as np
+import pytest
+
+from experiments import report
+import fednest_tff
+from fednest_tff import simulation
+from fednest_tff.simulation import records
+
+COST = fednest_tff.CommunicationCost(4, 100, 60, 4.0, 100.0, 60.0)
+
+
+def make_recorder(directory):
+  return records.Recorder(
+      str(directory), {'method': 'm', 'seed': 2}, COST, cohort_size=3
+  )
+
+
+def metrics(loss, **evaluation):
+  found = {
+      'z_loss': np.float32(loss),
+      'nested': {'count': np.int64(7)},
+      'vector': np.zeros(3),
+      'round_number': 1,
+      'training_time_in_seconds': 1.23456,
+  }
+  return found | {f'evaluation/{k}': v for k, v in evaluation.items()}
+
+
+def release(recorder, value, epoch):
+  asyncio.run(recorder.release(value, epoch))
+
+
+def read(path):
+  with open(path, newline='') as file:
+    return list(csv.reader(file))
+
+
+def test_recorder_writes_rows(tmp_path):
+  recorder = make_recorder(tmp_path)
+  release(recorder, {'evaluation/b_accuracy': 0.1}, 0)
+  for epoch in (1, 2):
+    value = metrics(epoch / 2, b_accuracy=0.5, a_distance=3.0)
+    release(recorder, value, epoch)
+  assert read(recorder.path) == [
+      [
+          'epoch', 'communication_rounds', 'bytes_up', 'bytes_down', 'seconds',
+          'method', 'seed', 'b_accuracy', 'a_distance', 'z_loss',
+          'nested/count',
+      ],
+      ['1', '4', '300', '180', '1.2346', 'm', '2', '0.5', '3.0', '0.5', '7'],
+      ['2', '8', '600', '360', '1.2346', 'm', '2', '0.5', '3.0', '1.0', '7'],
+  ]
+  assert os.listdir(tmp_path / 'tensorboard')
+
+
+def test_recorder_adds_up_rounds_and_bytes_that_were_measured(tmp_path):
+  """A driver measures them; they differ from epoch to epoch."""
+  recorder = make_recorder(tmp_path)
+  rounds, up, down = [3, 5, 4], [10, 30, 20], [7, 9, 8]
+
+  def measured(epoch):
+    return metrics(epoch) | dict(
+        communication_rounds=np.int64(rounds[epoch - 1]),
+        bytes_up=np.int64(up[epoch - 1]),
+        bytes_down=np.int64(down[epoch - 1]),
+    )
+
+  for epoch in (1, 2):
+    release(recorder, measured(epoch), epoch)
+  # Another process goes on from epoch 1, and then further.
+  again = make_recorder(tmp_path)
+  for epoch in (2, 3):
+    release(again, measured(epoch), epoch)
+  rows = simulation.read_rows(again.path)
+  for name, of_epoch in (
+      ('communication_rounds', rounds), ('bytes_up', up), ('bytes_down', down)
+  ):
+    assert [row[name] for row in rows] == list(np.cumsum(of_epoch))
+
+
+def test_recorder_replaces_rows_that_come_again(tmp_path):
+  recorder = make_recorder(tmp_path)
+  for epoch in (1, 2, 3):
+    release(recorder, metrics(epoch), epoch)
+  (tmp_path / 'metrics.csv_temp1234').write_text('epo')
+  again = make_recorder(tmp_path)
+  assert again.last_epoch == 3
+  assert not (tmp_path / 'metrics.csv_temp1234').exists()
+  release(again, metrics(20), 2)
+  rows = simulation.read_rows(again.path)
+  assert [(r['epoch'], r['z_loss']) for r in rows] == [(1, 1), (2, 20)]
+
+
+@pytest.mark.parametrize(
+    'keep, last',
+    [(-1, 2), (-2, 2), (-30, 2), (40, 0), (3, 0), (0, 0)],
+)
+def test_recorder_recognises_half_a_file(tmp_path, keep, last):
+  recorder = make_recorder(tmp_path)
+  for epoch in (1, 2, 3):
+    release(recorder, metrics(epoch), epoch)
+  content = (tmp_path / 'metrics.csv').read_bytes()
+  (tmp_path / 'metrics.csv').write_bytes(content[:keep])
+  assert not simulation.is_complete(recorder.path, 3)
+  again = make_recorder(tmp_path)
+  assert again.last_epoch == last
+  for epoch in range(last + 1, 4):
+    release(again, metrics(epoch), epoch)
+  assert (tmp_path / 'metrics.csv').read_bytes() == content
+  assert simulation.is_complete(recorder.path, 3)
+  assert not simulation.is_complete(recorder.path, 4)
+
+
+@pytest.mark.parametrize('loss', [float('nan'), float('inf'), -float('inf')])
+def test_recorder_stops_after_writing_what_is_not_finite(tmp_path, loss):
+  recorder = make_recorder(tmp_path)
+  release(recorder, metrics(1), 1)
+  with pytest.raises(simulation.NonFiniteError) as raised:
+    release(recorder, metrics(loss), 2)
+  assert f'epoch 2: z_loss is {loss}; try smaller' in str(raised.value)
+  rows = simulation.read_rows(recorder.path)
+  assert str(rows[1]['z_loss']) == str(loss)
+
+
+def test_recorder_takes_numbers_beyond_float32(tmp_path):
+  recorder = make_recorder(tmp_path)
+  release(recorder, metrics(1, x_distance=1e200), 1)
+  assert simulation.read_rows(recorder.path)[0]['x_distance'] == 1e200
+
+
+def test_rows_survive_writing_and_reading(tmp_path):
+  path = str(tmp_path / 'rows.csv')
+  rows = [{'epoch': 1, 'a': 0.1, 'm': 'x'}, {'epoch': 2, 'b': 1e-30}]
+  simulation.write_rows(path, rows)
+  assert simulation.read_rows(path) == rows
+
+
+def test_summarize():
+  rows = [
+      {'epoch': 1, 'method': 'm', 'seed': 0, 'loss': float('nan')},
+      {'epoch': 2, 'method': 'm', 'seed': 0, 'loss': 1.0, 'accuracy': 0.9},
+      {'epoch': 3, 'method': 'm', 'seed': 0, 'loss': 2.0, 'accuracy': 0.8},
+      {'epoch': 4, 'method': 'm', 'seed': 0, 'loss': float('nan')},
+  ]
+  found = simulation.summarize(rows)
+  assert found.keys() == {'loss', 'accuracy'}
+  assert found['accuracy'] == {'last': 0.8, 'best': 0.9, 'best_epoch': 2}
+  assert (found['loss']['best'], found['loss']['best_epoch']) == (1.0, 2)
+  assert np.isnan(found['loss']['last'])
+  # A number that is not finite has no place in JSON.
+  summary = report.summary({'m': [rows]})['methods']['m']
+  assert summary['loss']['last'] is None and summary['loss']['best'] == 1.0
+  json.dumps(summary, allow_nan=False)
