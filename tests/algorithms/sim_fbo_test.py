@@ -1,6 +1,7 @@
 """SimFBO and ShroFBO: NumPy, closed forms, and the methods they reduce to."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -410,6 +411,45 @@ def test_server_optimizers_take_the_mean_direction_as_gradient():
   hparams['outer_optimizer']['learning_rate'] = np.float32(0.0)
   still = process.next(process.set_hparams(state, hparams), datasets).state
   np.testing.assert_array_equal(still.outer, state.outer)
+
+
+def test_cohorts_average_to_the_full_step():
+  """Closed form 9: over all cohorts of two, the mean step is the full one."""
+  process = build(local_steps=1)
+  start = process.initialize()
+  pairs = itertools.combinations(DATASETS, 2)
+  ends = [joined(process.next(start, list(pair)).state) for pair in pairs]
+  full = joined(process.next(start, DATASETS).state)
+  np.testing.assert_allclose(np.mean(ends, 0), full, rtol=1e-12)
+  assert np.ptp(ends, axis=0).max() > 1e-3
+
+
+def test_a_factory_averages_as_the_plain_mean_does():
+  options = dict(
+      local_steps=unequal, batch_size=2, client_weighting='num_examples'
+  )
+  plain, _ = processes.run(build(**options), DATASETS, 1)
+  factory, _ = processes.run(
+      build(**options, aggregator=tff.aggregators.MeanFactory()), DATASETS, 1
+  )
+  assert_close(factory, variables(plain), rtol=1e-12)
+
+
+def test_clipping_bounds_what_is_sent():
+  """One factory clips x, y and v together."""
+  process = build(
+      local_steps=1,
+      aggregator=tff.aggregators.clipping_factory(
+          0.5, tff.aggregators.MeanFactory()
+      ),
+  )
+  before = with_numbers(
+      process, server_outer_learning_rate=1.0, server_inner_learning_rate=1.0,
+      server_linear_learning_rate=1.0,
+  )
+  state = process.next(before, DATASETS[:1]).state
+  moved = np.linalg.norm(joined(state) - joined_start())
+  assert moved == pytest.approx(0.5, rel=1e-5)
 
 
 def test_a_step_size_of_zero_freezes_v():
