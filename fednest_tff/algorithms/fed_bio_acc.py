@@ -47,9 +47,10 @@ class Acceleration:
   """How the steps decay and how long the momentum lasts.
 
   Attributes:
-    step_scale: delta.
-    step_offset: u_0.
-    momentum_rate: c; a momentum keeps the share 1 - c alpha_t^2.
+    step_scale: delta, a factor of all step sizes.
+    step_offset: u_0, how many epochs late the decay of the steps begins.
+    momentum_rate: c, how fast a momentum is forgotten: it keeps the share
+      1 - c alpha_t^2.
   """
 
   step_scale: float = option('step_scale', 1.0)

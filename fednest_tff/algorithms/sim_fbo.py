@@ -54,10 +54,11 @@ class ServerSteps(ServerOptimizers):
   """The server's steps on all variables.
 
   Attributes:
-    outer_learning_rate: gamma_x: a number, or a function of the epoch. Default:
-      the local step size, so that the new x is the mean of the clients'.
-    inner_learning_rate: gamma_y, likewise.
-    linear_learning_rate: gamma_v, likewise.
+    outer_learning_rate: gamma_x, the server's step size of x: a number, or a
+      function of the epoch. Default: the local one, so that the new x is the
+      mean of the clients'.
+    inner_learning_rate: gamma_y, the server's step size of y, likewise.
+    linear_learning_rate: gamma_v, the server's step size of v, likewise.
     radius: r, of the ball around 0 that v is projected on; no projection if it
       is not given.
   """

@@ -32,8 +32,8 @@ class ServerOptimizers:
   Attributes:
     outer_optimizer: One of `tff.learning.optimizers` for x in place of the
       plain step.
-    inner_optimizer: One for y.
-    linear_optimizer: One for the third variable.
+    inner_optimizer: One of them for y.
+    linear_optimizer: One of them for the third variable.
   """
 
   outer_optimizer: server.Optimizer | None = option('outer_optimizer')

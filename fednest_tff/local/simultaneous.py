@@ -65,9 +65,9 @@ class SimultaneousWork:
   Attributes:
     inner_learning_rate: The local step size of y: a number, or a function of
       the epoch.
-    linear_learning_rate: That of the third variable, v (w in the penalty
-      method).
-    outer_learning_rate: That of x.
+    linear_learning_rate: The local step size of the third variable, v (w in the
+      penalty method).
+    outer_learning_rate: The local step size of x.
     local_steps: tau_i: a number, or a function of the client's inner examples
       (outer ones without an inner problem). Default: 1.
     local_epochs: tau_i counted in passes over those examples, in place of
