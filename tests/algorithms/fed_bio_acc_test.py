@@ -46,6 +46,13 @@ def test_momentum_in_closed_form():
   (dataset,) = quadratic.to_datasets(sim.CLIENTS[:1])
   K, k = sim.LINEAR.matrices[0], sim.LINEAR.vectors[0]
   state, _ = processes.run(process, [dataset], 1)
+  # With one client and full batches m is G(z) by now; another m is needed to
+  # see how it fades.
+  more = state.method.more
+  other = tf.nest.map_structure(lambda part: part + 1.0, more.value)
+  state = state._replace(
+      method=state.method._replace(more=more._replace(value=other))
+  )
   z, m = sim.joined(state), momentum(state)
   after = process.next(state, [dataset]).state
   # alpha at epoch 1, where u_0 = 1.
