@@ -27,7 +27,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import options, vector_space
-from fednest_tff.algorithms import fed_ihgp
+from fednest_tff.algorithms import fed_ihgp, fed_nest
 from fednest_tff.algorithms.fed_inn import FedInn
 from fednest_tff.algorithms.fed_out import FedOut
 from fednest_tff.algorithms.lfed_inn import LFedInn
@@ -182,7 +182,7 @@ class CarryingExecutor:
     return Averaged(value, output.metrics)
 
 
-class AggITD(method.Method):
+class AggITD(fed_nest.Alternating):
   """AggITD; see `build_agg_itd`. Its state is that of the outer method."""
 
   def __init__(
@@ -194,8 +194,8 @@ class AggITD(method.Method):
       inner_rounds: int,
       smoothness: dict[str, method.HyperParameter],
   ):
-    self._inner, self._outer = inner, outer
-    self._carrying = carrying
+    self._carried, self._carrying = inner.rounds[0], carrying
+    self._chained, self._descend = inner, outer.descend
     chain_type = tff.to_type(Chain(types.inner, np.int32))
 
     @tff.tensorflow.computation(types.seed)
@@ -228,25 +228,9 @@ class AggITD(method.Method):
       )
 
     self._start, self._advance, self._finish = start, advance, finish
-    super().__init__(
-        types,
-        [carrying, *inner.rounds[1:], *outer.rounds],
-        inner.hparams | outer.hparams | smoothness,
-        inner_rounds + 1,
-    )
-
-  def initial_state(
-      self, x: Structure, y: Structure, numbers: method.Numbers, seed: tf.Tensor
-  ) -> Structure:
-    return self._outer.initial_state(x, y, numbers, seed)
-
-  def get_hparams(self, method_state: Structure) -> dict[str, Structure]:
-    return self._outer.get_hparams(method_state)
-
-  def set_hparams(
-      self, method_state: Structure, hparams: dict[str, Structure]
-  ) -> Structure:
-    return self._outer.set_hparams(method_state, hparams)
+    super().__init__(inner, outer, inner_rounds)
+    self.rounds = (carrying, *inner.rounds[1:], *outer.rounds)
+    self.hparams = self.hparams | smoothness
 
   def epoch(
       self, do: Executor, variables: method.Variables, plan: method.Plan
@@ -256,14 +240,14 @@ class AggITD(method.Method):
     chain = do.server(self._start, plan.seeds[-1])  # Q
     for seed in plan.seeds[:-1]:
       carrying = CarryingExecutor(
-          do, self._inner.rounds[0], self._carrying, chain
+          do, self._carried, self._carrying, chain
       )
-      y = self._inner(carrying, x, y, numbers['inner_learning_rate'], seed)
+      y = self._chained(carrying, x, y, numbers['inner_learning_rate'], seed)
       chain = do.server(
           self._advance, chain, carrying.answer, numbers['smoothness']
       )
     p = do.server(self._finish, chain, numbers['smoothness'])
-    optimizer, x = self._outer.descend(
+    optimizer, x = self._descend(
         do, optimizer, x, y, p, numbers['outer_learning_rate'], plan.seeds[-1]
     )
     return method.Variables(x, y, optimizer)

@@ -9,40 +9,26 @@ and b = mean_i grad_y f_i at (x, y), from products with H:
 Clients send H_i v rather than the paper's (I - H_i/l) v, whose mean is the same
 v - H v / l: so a client need not know l, and one product round serves the
 paper's randomly stopped product, the truncated Neumann sum, conjugate gradient
-(`local.inverse_hessian`) and the power iteration that estimates l.
+(`local.inverse_hessian`) and the power iteration that estimates l. The rounds
+are in `product_rounds`.
 """
 
-import collections
-from collections.abc import Callable
 import dataclasses
-import functools
-from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import options, vector_space
-from fednest_tff.federated.aggregation import (
-    Aggregation,
-    GlobalGradients,
-)
+from fednest_tff.algorithms.product_rounds import ProductMessage, ProductRounds
+from fednest_tff.federated.aggregation import GlobalGradients
 from fednest_tff.federated.method import HyperParameter, Numbers
-from fednest_tff.federated.rounds import (
-    Executor,
-    PointMessage,
-    Round,
-    ServerValue,
-    WeightedAnswer,
-)
+from fednest_tff.federated.rounds import Executor, PointMessage, ServerValue
 from fednest_tff.federated.types import ProblemTypes
-from fednest_tff.local import client as client_lib
-from fednest_tff.local import derivatives, inverse_hessian, sampling
-from fednest_tff.local.client import Client, ClientFeatures
+from fednest_tff.local import inverse_hessian, sampling
 from fednest_tff.local.inverse_hessian import InverseHessian, SolverState
 from fednest_tff.local.sampling import Purpose
 from fednest_tff.options import option
-from fednest_tff.problems import Features, Problem
+from fednest_tff.problems import Problem
 from fednest_tff.vector_space import Structure
 
 _NOT_FINITE = (
@@ -50,9 +36,6 @@ _NOT_FINITE = (
     ' finite. Try a larger smoothness l (build_power_iteration estimates it),'
     ' fewer neumann_terms or a smaller inner_learning_rate'
 )
-# The weight of a client outside S_n relative to one inside: nothing next to 1
-# even in float64, and all there is if S_n is empty.
-_OUTSIDE = 1e-20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,182 +51,6 @@ class FederatedInverseHessian(InverseHessian):
 
   participation: float = option('participation', 1.0)
   chains: int = option('chains', 1)
-
-
-class ProductMessage(NamedTuple):
-  """The message before a Hessian-vector product.
-
-  Attributes:
-    outer: x.
-    inner: y.
-    vector: v, or a tuple of them, one per chain.
-    index: The number n of the round in its call (int32), 0 for the gradient. If
-      it is negative, clients answer with zeros and do not compute.
-    seed: The call's seed.
-  """
-
-  outer: Structure
-  inner: Structure
-  vector: Structure
-  index: tf.Tensor
-  seed: tf.Tensor
-
-
-class ProductRounds:
-  """The rounds of FedIHGP.
-
-  Attributes:
-    gradient: b.
-    product: H v.
-    vector_type: Type of v: that of y, or a tuple with one per chain.
-  """
-
-  def __init__(
-      self,
-      types: ProblemTypes,
-      gradients: GlobalGradients,
-      participation: float = 1.0,
-      may_be_unwanted: bool = False,
-      num_chains: int = 1,
-  ):
-    """Traces the clients' computations.
-
-    Args:
-      types: The problem's types.
-      gradients: The samples and the aggregator of b and H v.
-      participation: The probability that a client of the cohort is in S_n,
-        drawn anew in each round. An empty S_n means the whole cohort.
-      may_be_unwanted: Whether a product's index can be negative.
-      num_chains: S.
-    """
-    if not 0.0 < participation <= 1.0:
-      raise ValueError(
-          f'`participation` must be in (0, 1]; got {participation!r}.'
-      )
-    problem = types.problem
-    nothing: Numbers = collections.OrderedDict()  # No metrics.
-    self._num_chains = num_chains
-    self._has_shares = participation < 1.0 and num_chains > 1
-    self.vector_type: ServerValue = types.inner
-    if num_chains > 1:
-      self.vector_type = (types.inner,) * num_chains
-
-    def share(
-        client: Client, seed: tf.Tensor, index: tf.Tensor | int
-    ) -> tf.Tensor:
-      """1 for a client in S_n, next to nothing outside."""
-      own = client_lib.seed_of(client, seed, sampling.neumann_cohort(index))
-      is_in = tf.random.stateless_uniform([], own) < participation
-      return tf.where(is_in, tf.ones_like(client.weight), _OUTSIDE)
-
-    def answer(
-        client: Client,
-        seed: tf.Tensor,
-        index: tf.Tensor | int,
-        compute: Callable[[int, Callable[[Features], Features]], Structure],
-    ) -> WeightedAnswer:
-      """The client's value, metrics and weight in round n = `index`.
-
-      Each of several chains has its own S_n, so that a client's share differs
-      between them: it is sent along, and the server divides by its mean.
-      """
-
-      def sample(features: Features, chain_seed: tf.Tensor) -> Features:
-        return client_lib.sample(
-            client, features, gradients.batch_size, chain_seed,
-            sampling.neumann_sample(index),
-        )
-
-      if num_chains == 1:
-        weight = client.weight
-        if participation < 1.0:
-          weight *= share(client, seed, index)
-        value = compute(0, functools.partial(sample, chain_seed=seed))
-        return value, nothing, weight
-      seeds = [
-          inverse_hessian.chain_seed(seed, k) for k in range(num_chains)
-      ]
-      values = tuple(
-          compute(k, functools.partial(sample, chain_seed=own))
-          for k, own in enumerate(seeds)
-      )
-      if not self._has_shares:
-        return values, nothing, client.weight
-      shares = tuple(share(client, own, index) for own in seeds)
-      scaled = tuple(map(vector_space.scale, shares, values))
-      return (scaled, shares), nothing, client.weight
-
-    @tff.tensorflow.computation(
-        PointMessage(types.outer, types.inner, types.seed),
-        types.features, types.client,
-    )
-    def client_gradient(
-        message: PointMessage, features: ClientFeatures, client: Client
-    ) -> WeightedAnswer:
-      x, y, seed = message
-      return answer(
-          client, seed, 0,
-          lambda chain, sample: derivatives.outer_gradient_in_inner(
-              problem, x, y, sample(features.outer)
-          ),
-      )
-
-    @tff.tensorflow.computation(
-        ProductMessage(
-            types.outer, types.inner, self.vector_type, np.int32, types.seed
-        ),
-        types.features, types.client,
-    )
-    def client_product(
-        message: ProductMessage, features: ClientFeatures, client: Client
-    ) -> WeightedAnswer:
-      x, y, vectors, index, seed = message
-      if num_chains == 1:
-        vectors = (vectors,)
-
-      def multiply(
-          chain: int, sample: Callable[[Features], Features]
-      ) -> Structure:
-        vector = vectors[chain]
-
-        def product() -> Structure:
-          return derivatives.inner_hessian_product(
-              problem, x, y, vector, sample(features.inner)
-          )
-
-        if not may_be_unwanted:
-          return product()
-        return tf.cond(
-            index >= 0,
-            product,
-            lambda: tf.nest.map_structure(tf.zeros_like, vector),
-        )
-
-      return answer(client, seed, index, multiply)
-
-    value_type = client_gradient.type_signature.result[0]
-    shared = Aggregation(
-        'ihgp', types, value_type, 'gradient_aggregator',
-        gradients.aggregator,
-        uniform=participation == 1.0 or self._has_shares,
-    )
-    self.gradient = Round(
-        'ihgp_gradient', types, client_gradient, aggregation=shared
-    )
-    self.product = Round(
-        'ihgp_product', types, client_product, aggregation=shared
-    )
-
-  def means(self, value: Structure) -> Structure:
-    """The means over S_n, from a round's mean value; in TensorFlow."""
-    if not self._has_shares:
-      return value
-    scaled, shares = value
-    return tuple(map(vector_space.scale, [1 / s for s in shares], scaled))
-
-  def per_chain(self, vector: Structure) -> Structure:
-    """`vector`, once per chain if there are several."""
-    return vector if self._num_chains == 1 else (vector,) * self._num_chains
 
 
 class FedIHGP:

@@ -7,11 +7,9 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import vector_space
-from fednest_tff.algorithms import fed_ihgp
-from fednest_tff.algorithms.fed_ihgp import (
-  FederatedInverseHessian,
-  ProductMessage,
-)
+from fednest_tff.algorithms import fed_ihgp, product_rounds
+from fednest_tff.algorithms.fed_ihgp import FederatedInverseHessian
+from fednest_tff.algorithms.product_rounds import ProductMessage
 from fednest_tff.federated import method, process
 from fednest_tff.federated.aggregation import GlobalGradients
 from fednest_tff.federated.process import NestedState
@@ -53,7 +51,7 @@ class IHGPSteps(method.Method):
   ):
     solver = fed_ihgp.build_solver(wanted)
     self._solver = solver
-    self._rounds = rounds = fed_ihgp.ProductRounds(
+    self._rounds = rounds = product_rounds.ProductRounds(
         types, gradients, wanted.participation, solver.stops_at_random,
         solver.num_chains,
     )

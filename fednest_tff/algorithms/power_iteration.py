@@ -15,7 +15,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import vector_space
-from fednest_tff.algorithms import fed_ihgp
+from fednest_tff.algorithms import product_rounds
 from fednest_tff.federated import method, process
 from fednest_tff.federated.aggregation import GlobalGradients
 from fednest_tff.federated.rounds import Executor, ServerValue
@@ -58,7 +58,7 @@ class PowerIteration(method.Method):
   def __init__(self, types: ProblemTypes, gradients: GlobalGradients):
     problem = types.problem
     self._spec = problem.inner_spec
-    self._round = fed_ihgp.ProductRounds(types, gradients).product
+    self._round = product_rounds.ProductRounds(types, gradients).product
     state_type = tff.to_type(PowerState(types.inner, types.scalar, np.int32))
 
     @tff.tensorflow.computation(state_type)
@@ -100,7 +100,7 @@ class PowerIteration(method.Method):
   ) -> method.Variables:
     x, y, state = variables
     v, index = do.server(self._ask, state)
-    message = fed_ihgp.ProductMessage(x, y, v, index, plan.seeds[0])
+    message = product_rounds.ProductMessage(x, y, v, index, plan.seeds[0])
     product = do.round(self._round, message).value
     state, residual = do.server(self._advance, state, product)
     do.measure(smoothness=state.smoothness, residual=residual)

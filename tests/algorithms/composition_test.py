@@ -9,9 +9,9 @@ import tensorflow_federated as tff
 
 import fednest_tff
 from fednest_tff import vector_space
-from fednest_tff.algorithms.fed_ihgp import ProductMessage
 from fednest_tff.algorithms.fed_inn import DescentMessage
 from fednest_tff.algorithms.fed_out import HypergradientMessage
+from fednest_tff.algorithms.product_rounds import ProductMessage
 from fednest_tff.federated.rounds import PointMessage
 from fednest_tff.local import descent, inverse_hessian
 from tests.helpers import nested_variables, processes

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import fednest_tff
-from fednest_tff.algorithms.fed_ihgp import ProductMessage
+from fednest_tff.algorithms.product_rounds import ProductMessage
 from fednest_tff.local import sampling
 from tests.helpers import (
     nested_variables,
