@@ -14,10 +14,16 @@ PYTHONS := $(or $(PYTHON),python3.11 python3 python)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 LOCK_ARGS ?=
+# make chaos CHAOS_MINUTES=10 CHAOS_SEED=3
+CHAOS_MINUTES ?= 60
+CHAOS_SEED ?= 0
 
 VENV := .venv
 LOCK := requirements/lock.txt
 GPU_LOCK := requirements/gpu.txt
+# Of the documentation alone, which needs nothing of the package's own lock.
+DOCS_LOCK := requirements/docs.txt
+DOCS_VENV := .venv-docs
 # The lock that .venv was built from. Copied only once everything is installed.
 STAMP := $(VENV)/.installed-lock.txt
 RUN := $(VENV)/bin/python
@@ -63,10 +69,15 @@ test: venv  ## Run the tests; PYTEST_ARGS is passed on to pytest.
 test-quick: venv  ## Run the tests without the mark `slow`.
 	@$(RUN) -m pytest -m 'not slow' $(PYTEST_ARGS)
 
+.PHONY: chaos
+chaos: venv  ## Kill, damage and misuse runs for CHAOS_MINUTES.
+	@$(RUN) -m tests.chaos --minutes=$(CHAOS_MINUTES) --seed=$(CHAOS_SEED)
+
 .PHONY: lint
-lint: venv  ## Check the code with ruff, and its types with mypy.
+lint: venv  ## Check the code with ruff and mypy, and the links of the pages.
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy --no-error-summary
+	@$(RUN) docs/links.py
 
 # Rebuilt when the lock's content differs from the stamp's. setuptools and wheel
 # go first, so that the few packages without a wheel are built with the locked
@@ -85,6 +96,7 @@ cp $(LOCK) "$$tmp/lock.txt" \
   && $(RUN) -m pip install --no-deps --require-hashes -r "$$tmp/build.txt" \
   && $(RUN) -m pip install --no-deps --require-hashes --no-build-isolation \
     --use-pep517 -r "$$tmp/lock.txt" \
+  && $(RUN) -m pip install --no-deps --no-build-isolation --editable . \
   && cp "$$tmp/lock.txt" $(STAMP).new && mv $(STAMP).new $(STAMP); \
 } >"$$tmp/log.txt" 2>&1 \
 || { tail -n 30 "$$tmp/log.txt" >&2; \
@@ -96,6 +108,24 @@ endef
 venv:  ## Create .venv from the lock, unless it is there and current.
 	@$(if $(VENV_IS_CURRENT),:,$(BUILD_VENV))
 
+.PHONY: flags
+flags: venv  ## Write experiments/flags.json, after a change of any flag.
+	@$(RUN) -m experiments.flags
+
+.PHONY: docs
+docs: docs-venv  ## Build the documentation as a web site in site/.
+	@$(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
+	@echo 'The documentation is in site/index.html.'
+
+.PHONY: docs-venv
+docs-venv:
+	@cmp -s $(DOCS_LOCK) $(DOCS_VENV)/.installed-lock.txt || { \
+	  echo 'Installing $(DOCS_LOCK) into $(DOCS_VENV) ...'; \
+	  rm -rf $(DOCS_VENV) && $(FOUND_PYTHON) -m venv $(DOCS_VENV) \
+	  && $(DOCS_VENV)/bin/python -m pip install --quiet --no-deps \
+	    --require-hashes -r $(DOCS_LOCK) \
+	  && cp $(DOCS_LOCK) $(DOCS_VENV)/.installed-lock.txt; }
+
 .PHONY: lock
 lock:  ## Regenerate both locks; LOCK_ARGS=--upgrade takes newer releases.
 	@[ -e $(UV_STAMP) ] || { \
@@ -104,9 +134,10 @@ lock:  ## Regenerate both locks; LOCK_ARGS=--upgrade takes newer releases.
 	  && touch $(UV_STAMP); }
 	$(UV_COMPILE) $(LOCK_ARGS) --extra dev -o $(LOCK) pyproject.toml
 	$(UV_COMPILE) $(LOCK_ARGS) --no-deps -o $(GPU_LOCK) requirements/gpu.in
+	$(UV_COMPILE) $(LOCK_ARGS) -o $(DOCS_LOCK) requirements/docs.in
 
 .PHONY: clean
 clean:  ## Remove the environments and caches (not outputs/).
-	rm -rf $(VENV) $(UV_VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) $(UV_VENV) $(DOCS_VENV) site .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 	  build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

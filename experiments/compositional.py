@@ -9,11 +9,12 @@ clients with a sine curve each.
 """
 
 from experiments import (
-    closed_form,
-    nested,
-    program,
-    sine_meta_learning,
+  closed_form,
+  nested,
+  program,
+  sine_meta_learning,
 )
+from experiments.experiment import Experiment
 from experiments.hyper_representation import widths
 from experiments.settings import Flags, Settings
 from fednest_tff import simulation
@@ -99,7 +100,7 @@ def _curve(settings: Settings) -> simulation.Curve:
   return simulation.Curve('held_out_loss', 'loss on new tasks after adaptation')
 
 
-EXPERIMENT = program.Experiment(
+EXPERIMENT = Experiment(
     'compositional',
     'Compositional',
     _DEFAULTS,

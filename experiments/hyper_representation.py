@@ -8,17 +8,39 @@ head, fitted to its training data with a ridge.
 """
 
 from experiments import image_clients, learning_problems, nested, program
+from experiments.experiment import Experiment
 from experiments.settings import Settings, SettingsError
 from fednest_tff import data, simulation
 
-_DEFAULTS = image_clients.DATA | nested.STEP_SIZES | dict(
+_DEFAULTS = image_clients.DATA | dict(
     inner_fraction=0.5,
-    inner_local_epochs=5,
     batch_size=64,
     backbone='mlp',
     hidden=['200'],
-    ridge=0.005,
+    ridge=0.0005,
+    local_steps=10,
 )
+# experiments/presets/tuned_fig2.flags and paper_fig2.flags say how and why.
+_PRESETS = dict(
+    tuned=dict(
+        inner_learning_rate=0.1,
+        linear_learning_rate=0.1,
+        outer_learning_rate=0.03,
+        inner_local_epochs=1,
+        outer_local_steps=20,
+        ihgp='truncated',
+        neumann_terms=1,
+        smoothness=1000.0,
+    ),
+    paper=nested.STEP_SIZES | dict(
+        inner_local_epochs=5,
+        outer_local_steps=1,
+        ihgp='stochastic',
+        neumann_terms=5,
+        smoothness=None,
+    ),
+)
+_LARGEST_WIDTH = 2**14
 
 
 def widths(hidden: list[str]) -> list[int]:
@@ -31,6 +53,10 @@ def widths(hidden: list[str]) -> list[int]:
     raise SettingsError(
         f'--hidden={",".join(hidden)} must be positive integers, separated by'
         ' commas'
+    )
+  if max(sizes) > _LARGEST_WIDTH:
+    raise SettingsError(
+        f'--hidden={",".join(hidden)} must be at most {_LARGEST_WIDTH} each'
     )
   return sizes
 
@@ -78,12 +104,13 @@ def make_trial(settings: Settings, seed: int) -> simulation.Trial:
   )
 
 
-EXPERIMENT = program.Experiment(
+EXPERIMENT = Experiment(
     'hyper_representation',
     'Hyper-representation',
     _DEFAULTS,
     make_trial,
     lambda settings: simulation.Curve('test_accuracy', 'test accuracy'),
+    presets=_PRESETS,
 )
 
 if __name__ == '__main__':

@@ -100,6 +100,39 @@ def _predictor(logits):
   return predict
 
 
+class Classifier(NamedTuple):
+  """A dense network whose layers are one variable.
+
+  Attributes:
+    initialize: From a seed to the layers.
+    losses: (layers, images, labels) -> the cross-entropy of each example.
+    penalty: (ridge, layers) -> ridge times their squared norm.
+    predict_inner: `LearningProblem.predict` if the layers are y.
+    predict_outer: The same if they are x.
+  """
+
+  initialize: Callable[[int], list[dict]]
+  losses: Callable[[list[dict], tf.Tensor, tf.Tensor], tf.Tensor]
+  penalty: Callable[[float, Structure], tf.Tensor]
+  predict_inner: Callable[..., tf.Tensor]
+  predict_outer: Callable[..., tf.Tensor]
+
+
+def _logits(layers: list[dict], images: tf.Tensor) -> tf.Tensor:
+  return _dense(layers[-1], _hidden(layers[:-1], images))
+
+
+def classifier(sizes: Sequence[int]) -> Classifier:
+  """A classifier with layers of these widths, inputs first."""
+  return Classifier(
+      lambda seed: _initialize(sizes, seed, 3),
+      lambda y, images, labels: _cross_entropy(_logits(y, images), labels),
+      _penalty,
+      _predictor(lambda x, y, images: _logits(y, images)),
+      _predictor(lambda x, y, images: _logits(x, images)),
+  )
+
+
 def _with_head(
     backbone: Callable[..., tf.Tensor],
     init_outer: Callable[[int], list[dict]],
@@ -292,9 +325,6 @@ def loss_tuning(
   if class_weights is not None:
     weights = np.asarray(class_weights, np.float32)
 
-  def logits(y, images):
-    return _dense(y[-1], _hidden(y[:-1], images))
-
   def vs_loss(x, outputs, labels):
     # x = 0 is the plain cross-entropy (Delta = 1, iota = 0, omega = 1), from
     # which tuning starts and which a run without tuning keeps. Delta stays
@@ -309,12 +339,12 @@ def loss_tuning(
 
   def outer_loss(x, y, batch):
     images, labels = batch
-    losses = _cross_entropy(logits(y, images), labels)
+    losses = _cross_entropy(_logits(y, images), labels)
     return tf.reduce_mean(tf.gather(weights, labels) * losses)
 
   def inner_loss(x, y, batch):
     images, labels = batch
-    return vs_loss(x, logits(y, images), labels) + _penalty(ridge, y)
+    return vs_loss(x, _logits(y, images), labels) + _penalty(ridge, y)
 
   names = ['scale', 'shift'] + ['weight'] * tune_class_weights
   problem = fednest_tff.bilevel(
@@ -326,7 +356,7 @@ def loss_tuning(
       split=split,
   )
   return LearningProblem(
-      problem, _predictor(lambda x, y, images: logits(y, images))
+      problem, _predictor(lambda x, y, images: _logits(y, images))
   )
 
 

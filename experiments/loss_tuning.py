@@ -10,20 +10,41 @@ loss; y is the classifier, trained with that loss on imbalanced data.
 import tensorflow as tf
 
 from experiments import image_clients, learning_problems, nested, program
+from experiments.experiment import Experiment
 from experiments.hyper_representation import widths
 from experiments.settings import Settings, SettingsError
 from fednest_tff import data, simulation
 
-_DEFAULTS = image_clients.DATA | nested.STEP_SIZES | dict(
+_DEFAULTS = image_clients.DATA | dict(
     imbalance=0.01,
     inner_fraction=0.8,
     inner_local_epochs=5,
+    local_steps=10,
     batch_size=64,
     hidden=['200', '100'],
     ridge=0.0,
     tune_class_weights=False,
     no_tuning=False,
     centralised=False,
+)
+# experiments/presets/tuned_fig3.flags and paper_fig3.flags say how and why.
+_PRESETS = dict(
+    tuned=dict(
+        inner_learning_rate=0.1,
+        linear_learning_rate=0.1,
+        outer_learning_rate=10.0,
+        inner_rounds=1,
+        ihgp='truncated',
+        neumann_terms=1,
+        smoothness=50.0,
+    ),
+    paper=nested.STEP_SIZES | dict(
+        outer_learning_rate=0.02,
+        inner_rounds=3,
+        ihgp='stochastic',
+        neumann_terms=3,
+        smoothness=None,
+    ),
 )
 
 
@@ -77,7 +98,7 @@ def make_trial(settings: Settings, seed: int) -> simulation.Trial:
   )
 
 
-EXPERIMENT = program.Experiment(
+EXPERIMENT = Experiment(
     'loss_tuning',
     'Loss tuning on long-tailed data',
     _DEFAULTS,
@@ -85,6 +106,7 @@ EXPERIMENT = program.Experiment(
     lambda settings: simulation.Curve(
         'balanced_accuracy', 'class-balanced test accuracy'
     ),
+    presets=_PRESETS,
 )
 
 if __name__ == '__main__':

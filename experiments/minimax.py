@@ -18,6 +18,7 @@ from experiments import (
     program,
     robust_regression,
 )
+from experiments.experiment import Experiment
 from experiments.settings import Flags, Settings
 from fednest_tff import simulation
 
@@ -111,7 +112,7 @@ def _curve(settings: Settings) -> simulation.Curve:
   return simulation.Curve('worst_client_loss', 'loss of the worst client')
 
 
-EXPERIMENT = program.Experiment(
+EXPERIMENT = Experiment(
     'minimax',
     'Minimax',
     _DEFAULTS,

@@ -28,6 +28,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from experiments import image_clients, learning_problems, nested, program
+from experiments.experiment import Baseline, Experiment
 from experiments.hyper_representation import make_problem
 from experiments.settings import Settings
 import fednest_tff
@@ -39,7 +40,9 @@ _DEFAULTS = image_clients.DATA | dict(
     partition=None,
     inner_fraction=0.5,
     inner_learning_rate=0.03,
+    linear_learning_rate=0.03,
     outer_learning_rate=0.1,
+    local_steps=10,
     inner_local_steps=_INNER_STEPS,
     outer_local_steps=1,
     personalization_steps=None,
@@ -293,7 +296,7 @@ def make_trial(settings: Settings, seed: int) -> simulation.Trial:
   )
 
 
-EXPERIMENT = program.Experiment(
+EXPERIMENT = Experiment(
     'personalization',
     'Personal heads over a shared backbone',
     _DEFAULTS,
@@ -304,7 +307,7 @@ EXPERIMENT = program.Experiment(
     # Steps are counted, so that all methods and the evaluation take as many.
     without=frozenset(['inner_local_epochs', 'outer_local_epochs']),
     baselines={
-        'fedrecon': program.Baseline(
+        'fedrecon': Baseline(
             'FedRecon',
             frozenset([
                 'inner_learning_rate',

@@ -1,184 +1,47 @@
 """What every experiment binary does: flags, runs, files, plot, exit codes.
 
 Exit codes: 0; 2 for bad input, with one line that names it; 3 for numbers that
-are not finite; 130 after Ctrl-C (143 after SIGTERM), with the state saved.
+are not finite; 4 if a worker or a cluster is lost; 70 for an error that nobody
+expected, with a line that names the file with its traceback; 130 after Ctrl-C,
+143 after SIGTERM and 129 after SIGHUP, with the state saved.
 """
 
 import collections
 from collections.abc import Callable, Collection
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 from absl import app, flags, logging
 import tensorflow_federated as tff
 
-from experiments import report, runtimes
+from experiments import image_clients, launch, report, runtimes
 from experiments import settings as settings_lib
-from experiments.settings import Flags, Settings
+from experiments.experiment import Experiment
+from experiments.settings import Settings
 import fednest_tff
-from fednest_tff import data, registry, simulation
-from fednest_tff import options as options_lib
+from fednest_tff import data, registry, runtime, simulation
 
 FLAGS = flags.FLAGS
 _PACKAGES = (
     'tensorflow', 'tensorflow-federated', 'tensorflow-datasets', 'numpy'
 )
 _NOT_FINITE = 'not_finite.json'
+_DATASETS = {
+    'emnist': 'EMNIST', 'fashion_mnist': 'Fashion-MNIST', 'mnist': 'MNIST'
+}
 
 # For each method the rows of its runs, one list per seed.
 Results = dict[str, list[list[simulation.Row]]]
 # For a method and a seed, what was not finite.
 Failures = dict[tuple[str, int], str]
-
-
-class Baseline(NamedTuple):
-  """A method that one experiment has besides those of the registry.
-
-  Attributes:
-    label: Its name in plots and tables.
-    options: Those of the methods' options that it uses.
-  """
-
-  label: str
-  options: frozenset[str]
-
-
-class Experiment(NamedTuple):
-  """An experiment binary.
-
-  Attributes:
-    name: Of the module.
-    title: For people.
-    defaults: Its flags, besides the common ones, and their defaults; also
-      defaults of the methods' options that suit it.
-    make_trial: From settings and a seed to a trial.
-    curve: From settings to the curve of the plot.
-    variants: Further flags for each value of `--problem`, if it has several.
-    without: Options of methods that have no effect on its problems.
-    baselines: Methods of its own, by name.
-  """
-
-  name: str
-  title: str
-  defaults: Flags
-  make_trial: Callable[[Settings, int], simulation.Trial]
-  curve: Callable[[Settings], simulation.Curve]
-  variants: dict[str, Flags] = {}
-  without: frozenset[str] = frozenset()
-  baselines: dict[str, Baseline] = {}
-
-  def resolve(self, given: Flags) -> Settings:
-    """All settings, from those that were chosen."""
-    defaults = dict(self.defaults)
-    name = self.name
-    if self.variants:
-      problem = given.get('problem', defaults['problem'])
-      if problem not in self.variants:
-        raise settings_lib.SettingsError(
-            f'--problem={problem} is none of {", ".join(self.variants)}'
-        )
-      defaults |= self.variants[problem]
-      name = f'{name} --problem={problem}'
-    methods = {**settings_lib.COMMON, **defaults, **given}['method']
-    self._check_methods(methods)
-    wanted = self._options(methods)
-    every = self._options(self.methods())
-    plain = {
-        key: default for key, default in defaults.items()
-        if key not in settings_lib.METHOD_FLAGS
-    }
-    if given.keys() & every.keys() - wanted.keys():
-      name = f'{name} --method={",".join(methods)}'
-    return settings_lib.resolve(
-        name,
-        plain
-        | {key: defaults.get(key, default) for key, default in wanted.items()},
-        given,
-    )
-
-  def _options(self, methods: list[str]) -> Flags:
-    """The options of methods that have an effect here, with their defaults.
-
-    The default is `None` where the methods' defaults differ: each method then
-    takes its own.
-    """
-    found: Flags = {}
-    for method in methods:
-      for name, default in self._options_of(method).items():
-        if found.setdefault(name, default) != default:
-          found[name] = None
-    return found
-
-  def _options_of(self, method: str) -> Flags:
-    if method in self.baselines:
-      return dict.fromkeys(self.baselines[method].options)
-    return {
-        option.name: (
-            None if option.default is options_lib.REQUIRED else option.default
-        )
-        for option in settings_lib.method_options(method).values()
-        if option.name not in self.without
-    }
-
-  def _check_methods(self, methods: list[str]) -> None:
-    if not methods:
-      raise settings_lib.SettingsError(
-          f'--method is empty; choose from {", ".join(self.methods())}'
-      )
-    for method in methods:
-      if method in self.baselines:
-        continue
-      try:
-        registry.get_method(method)
-      except ValueError as error:
-        raise settings_lib.SettingsError(
-            f'--method={method} is none of {", ".join(self.methods())}'
-            if ':' not in method else str(error)
-        ) from error
-    if len(set(methods)) != len(methods):
-      raise settings_lib.SettingsError('--method names a method twice')
-
-  def methods(self) -> list[str]:
-    """The names of all methods that it can run."""
-    return [*registry.method_names(), *self.baselines]
-
-  def labels(self, methods: list[str]) -> dict[str, str]:
-    """The methods' names in plots and tables, no two of them equal."""
-    found = {
-        method: (
-            self.baselines[method].label if method in self.baselines
-            else registry.get_method(method).label
-        )
-        for method in methods
-    }
-    counts = collections.Counter(found.values())
-    return {
-        method: label if counts[label] == 1 else method
-        for method, label in found.items()
-    }
-
-  def flags(self) -> dict[str, dict[str | None, object]]:
-    """All flags that it may have: the default of each, by `--problem`.
-
-    An experiment with one problem has the key `None` in place of its name.
-    """
-    options = self._options(self.methods())
-    found: dict[str, dict[str | None, object]] = collections.defaultdict(dict)
-    problems: list[str | None] = [*self.variants] or [None]
-    for problem in problems:
-      variant = {} if problem is None else self.variants[problem]
-      every = settings_lib.COMMON | options | self.defaults | variant
-      for name, default in every.items():
-        found[name][problem] = default
-    return dict(found)
 
 
 class About(TypedDict):
@@ -232,14 +95,14 @@ def _trial(
       process = trial.build(method)
     except ValueError as error:
       raise settings_lib.SettingsError(str(error)) from error
-    if settings.runtime != 'workers':
-      return process
-    if not isinstance(process, fednest_tff.NestedProcess):
-      raise settings_lib.SettingsError(
-          f'--method={method} does not run with --runtime=workers'
-      )
-    return fednest_tff.build_driver(process)
+    if settings.runtime == 'ray' and isinstance(
+        process, fednest_tff.NestedProcess
+    ):
+      return fednest_tff.build_driver(process)
+    return process
 
+  if hasattr(settings, 'dataset'):
+    trial = trial._replace(fingerprint=image_clients.fingerprint(settings))
   return trial._replace(build=build)
 
 
@@ -254,6 +117,25 @@ def _runs(settings: Settings) -> list[tuple[str, int]]:
 def _folder(method: str, seed: int) -> str:
   """The name of a run's folder; a method may be 'package.module:builder'."""
   return f'{method.replace(":", ".")}-seed{seed}'
+
+
+def _read_failure(path: str) -> str | None:
+  """What was not finite in an earlier start; `None` if nothing was.
+
+  A damaged file is removed: the run is computed again to the same end.
+  """
+  if not os.path.lexists(path):
+    return None
+  with simulation.file_errors(path, 'read'):
+    try:
+      found = simulation.read_json(path)
+    except ValueError:
+      found = None
+    if isinstance(found, str):
+      return found
+    logging.warning('%r is damaged; its run is computed again.', path)
+    os.remove(path)
+  return None
 
 
 def execute(
@@ -288,7 +170,7 @@ def execute(
     title = f'{labels[method]}, seed {seed}'
     if len(runs) > 1:
       title = f'[{k + 1}/{len(runs)}] {title}'
-    if not os.path.exists(failed):
+    if _read_failure(failed) is None:
       try:
         if simulation.is_complete(metrics, settings.epochs):
           # It may have been killed before it could say so.
@@ -296,6 +178,7 @@ def execute(
         else:
           if seed not in trials:
             trials = {seed: _trial(experiment, settings, seed)}
+          directory.check_data(trials[seed].fingerprint)
           with simulation.file_errors(path):
             os.makedirs(path, exist_ok=True)
           simulation.train(
@@ -312,11 +195,24 @@ def execute(
         # The others go on. Run again, this one would end in the same way.
         with simulation.file_errors(path):
           simulation.write_json(failed, str(error))
-    if os.path.exists(failed):
-      with open(failed) as file:
-        failures[method, seed] = json.load(file)
-    results[method].append(simulation.read_rows(metrics))
+    directory.settle()
+    failure = _read_failure(failed)
+    if failure is not None:
+      failures[method, seed] = failure
+    # One that diverges in its first epoch has no rows.
+    is_there = os.path.exists(metrics)
+    results[method].append(simulation.read_rows(metrics) if is_there else [])
   return dict(results), failures
+
+
+def _title(experiment: Experiment, settings: Settings) -> str:
+  """Title of the plot: the experiment, its data and who has which of them."""
+  dataset = getattr(settings, 'dataset', None)
+  if dataset is None:
+    return experiment.title
+  parts = [experiment.title, _DATASETS.get(dataset, dataset)]
+  partition = getattr(settings, 'partition', None)
+  return ', '.join([*parts, *([partition] if partition else [])])
 
 
 def run_in(
@@ -345,9 +241,15 @@ def run_in(
     for method in settings.method:
       trial.build(method)
   chosen = {'experiment': experiment.name, **vars(settings)}
-  with simulation.RunDirectory(
-      output_dir, chosen, about(), overwrite, length='epochs'
-  ) as directory:
+  directory = simulation.RunDirectory(
+      output_dir,
+      chosen,
+      about(),
+      overwrite,
+      length='epochs',
+      places=settings_lib.MACHINES,
+  )
+  with launch.cleanup(directory.give_up), directory:
     results, failures = execute(experiment, settings, directory)
     curve = experiment.curve(settings)
     # Some may have diverged before they had a row.
@@ -365,17 +267,30 @@ def run_in(
         labels = experiment.labels(settings.method)
         labelled = {labels[method]: runs for method, runs in started.items()}
         plot = simulation.draw(
-            labelled, curve, directory.join('plot'), experiment.title
+            labelled, curve, directory.join('plot'),
+            _title(experiment, settings),
         )
   if started and not quiet:
-    print(report.table(labelled, curve))
-    print(f'plot: {plot}')
+    _show(report.table(labelled, curve), f'plot: {plot}')
   return results, failures
+
+
+def _show(*lines: str) -> None:
+  """Prints lines; a standard output that is full, or gone, is one line."""
+  try:
+    print(*lines, sep='\n')
+    reason = launch.flush_output()
+  except OSError as error:
+    launch.flush_output()
+    reason = error.strerror
+  if reason is not None:
+    raise simulation.RunError(f'cannot write to standard output: {reason}')
 
 
 def main(experiment: Experiment, argv: list[str]) -> int:
   """Runs an experiment as its flags say; returns the exit code."""
   logging.set_verbosity(logging.WARNING)
+  output_dir = None
   try:
     if len(argv) > 1:
       raise settings_lib.SettingsError(f'unexpected argument {argv[1]!r}')
@@ -387,17 +302,29 @@ def main(experiment: Experiment, argv: list[str]) -> int:
     )
     for (method, seed), reason in failures.items():
       raise simulation.NonFiniteError(f'{method}, seed {seed}, {reason}')
-  except (
-      settings_lib.SettingsError, data.DataError, simulation.RunError
-  ) as error:
-    return end(error, 2)
-  except simulation.NonFiniteError as error:
-    return end(error, 3)
-  except simulation.StoppedError as error:
-    return end(error, 128 + error.signal_number)
-  except KeyboardInterrupt:
-    return end('interrupted; the last checkpoint is kept', 130)
+  except (Exception, KeyboardInterrupt) as error:
+    return end_with(error, output_dir)
   return 0
+
+
+def end_with(error: BaseException, output_dir: str | None = None) -> int:
+  """Says in one line which error ends a program; returns its exit code."""
+  if isinstance(
+      error, settings_lib.SettingsError | data.DataError | simulation.RunError
+  ):
+    return end(error, 2)
+  if isinstance(error, simulation.NonFiniteError):
+    return end(error, 3)
+  if isinstance(error, runtime.WorkerError):
+    return end(error, 4)
+  if isinstance(error, simulation.StoppedError):
+    return end(error, 128 + error.signal_number)
+  if isinstance(error, KeyboardInterrupt):
+    number = getattr(error, 'signal_number', signal.SIGINT)
+    return end('interrupted; the last checkpoint is kept', 128 + number)
+  if output_dir is not None and not simulation.is_ours(output_dir):
+    output_dir = None
+  return end(launch.describe(error, output_dir), launch.UNEXPECTED)
 
 
 def _with_flags(text: str) -> str:
@@ -411,8 +338,9 @@ def _with_flags(text: str) -> str:
 
 def end(error: object, code: int) -> int:
   """Says in one line why a program ends; returns its exit code."""
-  line = _with_flags(' '.join(str(error).split()))
-  print(f'error: {line}' if code < 128 else line, file=sys.stderr)
+  launch.claim()
+  line = _with_flags(str(error))
+  launch.say(f'error: {line}' if code < 128 else line)
   return code
 
 
@@ -424,11 +352,36 @@ def parse(argv: list[str]) -> list[str]:
     sys.exit(end(error, 2))
 
 
+def _check_flag_files(arguments: list[str], seen: tuple[str, ...]) -> None:
+  """Refuses flag files that are no text, and those that contain themselves."""
+  for k, argument in enumerate(arguments):
+    name, equals, path = argument.strip().lstrip('-').partition('=')
+    if name != 'flagfile' or not argument.strip().startswith('-'):
+      continue
+    if not equals:
+      path = arguments[k + 1] if k + 1 < len(arguments) else ''
+    path = path.strip().strip('"\'')
+    if path in seen:
+      raise settings_lib.SettingsError(f'--flagfile={path} contains itself')
+    try:
+      lines = simulation.read_file(os.path.expanduser(path)).decode()
+    except UnicodeDecodeError:
+      raise settings_lib.SettingsError(
+          f'--flagfile={path} is not a text file'
+      ) from None
+    except OSError as error:
+      raise settings_lib.SettingsError(
+          f'--flagfile={path} cannot be read: {error.strerror}'
+      ) from error
+    _check_flag_files(lines.splitlines(), (*seen, path))
+
+
 def _import_methods(argv: list[str]) -> None:
   """Imports the user's methods that `argv` names, and defines their flags.
 
   Their options must be known as flags before the command line is parsed.
   """
+  _check_flag_files(argv, ())
   arguments = FLAGS.read_flags_from_files(argv)
   for k, argument in enumerate(arguments):
     flag, equals, text = argument.lstrip('-').partition('=')
@@ -482,6 +435,31 @@ def define_flags(experiment: Experiment) -> None:
       ' package.module:builder for your own.'
   )
   FLAGS['problem'].help = f'One of {", ".join(experiment.variants)}.'
+  FLAGS['preset'].help = (
+      f'Defaults that go together: {", ".join(experiment.presets)}.'
+      ' `paper` has those of the paper, `tuned` those that do best here, chosen'
+      ' on images held out of the training images.'
+  )
+  for preset, flags_of in list(experiment.presets.items())[1:]:
+    for name, value in flags_of.items():
+      if value is None:
+        continue
+      FLAGS[name].help += f' With --preset={preset}: {_text(value)}.'
+
+
+def start(function: Callable[[list[str]], int]) -> None:
+  """Parses flags and ends the program with what `function` returns."""
+  try:
+    app.run(lambda argv: sys.exit(function(argv)), flags_parser=parse)
+  except OSError as error:  # From printing help: `main` catches all others.
+    launch.flush_output()
+    sys.exit(end(f'cannot write to standard output: {error.strerror}', 2))
+  except SystemExit:
+    # What `--help` has printed, for example.
+    reason = launch.flush_output()
+    if reason is not None:
+      sys.exit(end(f'cannot write to standard output: {reason}', 2))
+    raise
 
 
 def run(experiment: Experiment) -> None:
@@ -491,5 +469,7 @@ def run(experiment: Experiment) -> None:
     _import_methods(sys.argv)
   except (ValueError, flags.Error) as error:
     sys.exit(end(error, 2))
+  except Exception as error:  # Of the user's own module.
+    sys.exit(end_with(error))
   define_flags(experiment)
-  app.run(lambda argv: sys.exit(main(experiment, argv)), flags_parser=parse)
+  start(lambda argv: main(experiment, argv))

@@ -24,17 +24,27 @@ def _over_seeds(
   return function(values) if all(map(math.isfinite, values)) else None
 
 
+def _warning(name: str) -> dict[str, object]:
+  if name.startswith('test_') or 'accuracy' in name:
+    return {'best_chosen_on': 'test data'}
+  return {}
+
+
 def summary(
     results: Mapping[str, Sequence[list[simulation.Row]]],
 ) -> dict[str, object]:
-  """Mean and standard deviation over the seeds of last and best values."""
-  found = {}
+  """Mean and standard deviation over the seeds of last and best values.
+
+  The best epoch is chosen on the very numbers that it is the best of. Where
+  these are of test data, the summary says so: report the last value.
+  """
+  found: dict[str, dict[str, dict[str, object]]] = {}
   for method, runs in results.items():
     parts = [simulation.summarize(rows) for rows in runs]
     found[method] = {
-        name: {
+        name: _warning(name) | {
             f'{key}{suffix}': _over_seeds(function, parts, name, key)
-            for key in ('last', 'best', 'best_epoch')
+            for key in parts[0][name]
             for suffix, function in _STATISTICS.items()
         }
         for name in parts[0]

@@ -43,6 +43,10 @@ def _use_one_thread_per_operation(settings: settings_lib.Settings) -> None:
     pass  # It has run something: another run in this process, for example.
 
 
+_OPTIONS = (
+    'devices', 'unroll', 'compiled', 'address', 'num_workers',
+    'cpus_per_worker', 'gpus_per_worker', 'num_shares', 'call_timeout',
+)
 _runtimes: dict[tuple[object, ...], tff.framework.SyncContext] = {}
 _KEPT_FUNCTIONS = 4  # Those of the last run.
 
@@ -53,20 +57,21 @@ def use_runtime(settings: settings_lib.Settings) -> None:
   What it has compiled last serves the runs that follow; the rest is freed, so
   that a night of runs takes no more memory than two of them.
   """
-  key = (settings.runtime, settings.unroll, str(settings.devices),
-         str(settings.workers))
-  if key in _runtimes:
+  options = {name: getattr(settings, name) for name in _OPTIONS}
+  key = settings.runtime, str(options)
+  if key in _runtimes and not getattr(_runtimes[key], 'is_closed', False):
     tff.framework.set_default_context(_runtimes[key])
     if settings.runtime == 'in_process':
       _runtimes[key].runtime.forget(keep=_KEPT_FUNCTIONS)
     return
   _use_one_thread_per_operation(settings)
+  for other in _runtimes.values():
+    # A process has one connection to Ray.
+    if settings.runtime == 'ray' and hasattr(other, 'traffic'):
+      other.close()
   try:
     _runtimes[key] = fednest_tff.use_runtime(
-        settings.runtime,
-        devices=settings.devices,
-        unroll=settings.unroll,
-        workers=settings.workers,
+        settings.runtime, **options
     )
   except ValueError as error:
     raise settings_lib.SettingsError(str(error)) from error

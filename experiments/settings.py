@@ -32,10 +32,37 @@ COMMON: Flags = dict(
     runtime='in_process',
     devices=None,
     unroll=None,
-    workers=None,
+    compiled=True,
+    address=None,
+    num_workers=None,
+    cpus_per_worker=None,
+    gpus_per_worker=None,
+    num_shares=None,
+    call_timeout=None,
 )
 # Flags that say where a run goes, not what it is.
 PLACES = ('output_dir', 'overwrite')
+# Flags that say where a run runs and where its data are. They may change when
+# it goes on: its data are known by their hash.
+MACHINES = (
+    'runtime', 'devices', 'unroll', 'compiled', 'address', 'num_workers',
+    'cpus_per_worker', 'gpus_per_worker', 'call_timeout', 'data_dir',
+)
+# The largest values of flags; others would take all memory, or for ever.
+_LARGEST = dict(
+    seeds=10_000,
+    num_clients=100_000,
+    dimension=2_000,
+    inner_rounds=1_000,
+    neumann_terms=1_000,
+)
+_LARGEST_INTEGER = 2**31 - 1
+_LARGEST_PROBLEM = 10**7  # Clients times dimension.
+# Of each pair, both say how long a client works, and the first one counts.
+_EXCLUSIVE = (
+    ('inner_local_steps', 'inner_local_epochs'),
+    ('local_epochs', 'local_steps'),
+)
 
 
 class SettingsError(ValueError):
@@ -61,8 +88,27 @@ _integer('epochs_per_evaluation', 'Epochs from one evaluation to the next.')
 _integer('epochs_per_checkpoint', 'Epochs from one checkpoint to the next.')
 flags.DEFINE_enum('runtime', None, RUNTIMES, 'Where computations run.')
 flags.DEFINE_list('devices', None, 'Devices of the in_process runtime.')
-_integer('unroll', 'Largest cohort that in_process unrolls.', 0)
-flags.DEFINE_list('workers', None, 'host:port of workers, for that runtime.')
+_integer('unroll', 'Largest cohort that is unrolled.', 0)
+flags.DEFINE_boolean(
+    'compiled', None, 'Compile an epoch: it starts later and runs faster.'
+)
+flags.DEFINE_string('preset', None, 'Defaults that go together.')
+flags.DEFINE_string(
+    'address',
+    None,
+    'Ray cluster: auto, host:port or ray://host:port; starts one if not given.',
+)
+_integer('num_workers', 'Workers of the runtime ray, 2 if not given.')
+_positive('cpus_per_worker', 'CPUs of each worker, 1 if not given.')
+_positive('gpus_per_worker', 'GPUs of each worker, none if not given.')
+_integer(
+    'num_shares',
+    'Shares of the clients of a round, one per worker if not given; the numbers'
+    ' of a run depend on it, but not on the workers.',
+)
+_positive(
+    'call_timeout', 'Seconds for a call of native or ray; an hour if not given.'
+)
 flags.DEFINE_string('output_dir', None, 'Where everything is written.')
 flags.DEFINE_boolean('overwrite', False, 'Remove an earlier run; start anew.')
 
@@ -134,6 +180,14 @@ flags.DEFINE_boolean(
 )
 flags.DEFINE_boolean('no_tuning', None, 'Keep x as it is: the plain loss.')
 flags.DEFINE_boolean('centralised', None, 'One client that has all data.')
+flags.DEFINE_float(
+    'wrong_labels', None, 'Share of the training labels that are wrong.'
+)
+_integer(
+    'wrong_labels_seed',
+    'Of the wrong labels; the seed of the run if it is not given.',
+    0,
+)
 flags.DEFINE_string('problem', None, 'One of the problems of an experiment.')
 _integer('dimension', 'Of x and y.')
 _positive('spread', 's, how far apart the clients are.')
@@ -184,14 +238,58 @@ def resolve(name: str, defaults: Flags, given: Flags) -> Settings:
   for flag, value in sizes.items():
     if isinstance(value, float) and not math.isfinite(value):
       raise SettingsError(f'--{flag}={value} must be finite')
+    largest = _LARGEST.get(flag, _LARGEST_INTEGER)
+    if isinstance(value, int) and value > largest:
+      raise SettingsError(f'--{flag}={value} must be at most {largest}')
+  if settings.seed + settings.seeds > _LARGEST_INTEGER:
+    raise SettingsError(
+        f'--seed={settings.seed} and --seeds={settings.seeds} go beyond'
+        f' {_LARGEST_INTEGER}'
+    )
+  if sizes.get('num_clients') and sizes.get('dimension'):
+    if settings.num_clients * settings.dimension > _LARGEST_PROBLEM:
+      raise SettingsError(
+          f'--num_clients={settings.num_clients} times'
+          f' --dimension={settings.dimension} must be at most'
+          f' {_LARGEST_PROBLEM}'
+      )
+  _check_exclusive(sizes, given)
   return settings
+
+
+def _check_exclusive(settings: Flags, given: Flags) -> None:
+  """Refuses a flag that has no effect beside another."""
+  for first, second in _EXCLUSIVE:
+    if given.get(second) is None or settings.get(first) is None:
+      continue
+    if given.get(first) is not None:
+      raise SettingsError(
+          f'--{first} and --{second} do not go together: leave out one'
+      )
+    raise SettingsError(
+        f'--{second} has no effect beside --{first}={settings[first]}, which is'
+        f' the default here: choose --{first} instead'
+    )
+
+
+def _check_text(flag: str, value: object) -> None:
+  """Refuses text that no file name or message can hold."""
+  for text in value if isinstance(value, list) else [value]:
+    if isinstance(text, str):
+      try:
+        text.encode()
+      except UnicodeEncodeError:
+        raise SettingsError(f'--{flag}={text!r} is not UTF-8') from None
 
 
 def given_by_flags() -> Flags:
   """The values on the command line, or in a flag file."""
   # `present` counts the command line; a test sets flags in Python.
-  return {
+  found = {
       flag.name: flag.value
       for flag in FLAGS.flags_by_module_dict()[__name__]
       if flag.present or not flag.using_default_value
   }
+  for name, value in found.items():
+    _check_text(name, value)
+  return found

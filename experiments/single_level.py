@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow_federated as tff
 
 from experiments import image_clients, logistic_regression, nested, program
+from experiments.experiment import Baseline, Experiment
 from experiments.settings import Settings
 import fednest_tff
 from fednest_tff import simulation
@@ -95,7 +96,7 @@ def make_trial(settings: Settings, seed: int) -> simulation.Trial:
   )
 
 
-EXPERIMENT = program.Experiment(
+EXPERIMENT = Experiment(
     'single_level',
     'Single level: logistic regression',
     _DEFAULTS,
@@ -107,7 +108,7 @@ EXPERIMENT = program.Experiment(
         nested.IHGP_OPTIONS | nested.LINEAR_OPTIONS | nested.INNER_OPTIONS
     ),
     baselines={
-        'fedavg': program.Baseline(
+        'fedavg': Baseline(
             'FedAvg',
             frozenset(
                 ['outer_learning_rate', 'outer_local_steps', 'batch_size']

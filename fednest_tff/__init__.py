@@ -5,6 +5,7 @@ data never leaves them, by the FedNest family of algorithms (ICML 2022) and by
 methods of your own.
 """
 
+from fednest_tff import data, models, simulation
 from fednest_tff.algorithms.agg_itd import build_agg_itd
 from fednest_tff.algorithms.fed_bio_acc import Acceleration, build_fed_bio_acc
 from fednest_tff.algorithms.fed_ihgp import FederatedInverseHessian
@@ -62,6 +63,7 @@ from fednest_tff.problems import (
     personal,
     projections,
     single_level,
+    splits,
 )
 from fednest_tff.registry import (
     build,
@@ -76,7 +78,7 @@ from fednest_tff.runtime.communication import (
 )
 from fednest_tff.runtime.driver import Driver, build_driver
 
-__version__ = '0.1.0.dev0'
+__version__ = '0.2.0'
 
 METHODS = method_names()
 
@@ -134,14 +136,18 @@ __all__ = [
     'build_sim_fbo',
     'communication_cost',
     'compositional',
+    'data',
     'get_method',
     'learning_rates',
     'method_names',
     'minimax',
+    'models',
     'move_ihgp',
     'personal',
     'projections',
     'register',
+    'simulation',
     'single_level',
+    'splits',
     'use_runtime',
 ]

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 REQUIRED = inspect.Parameter.empty
 _FLAG_TYPES = (bool, int, float, str)
+_LARGEST_COUNT = 2**31 - 1
 _Default = TypeVar('_Default')
 
 
@@ -225,6 +226,8 @@ def check_count(name: str, value: object) -> None:
   """Refuses a `value` that is no positive integer."""
   if isinstance(value, bool) or not isinstance(value, int) or value < 1:
     raise ValueError(f'`{name}` must be a positive integer; got {value!r}.')
+  if value > _LARGEST_COUNT:
+    raise ValueError(f'`{name}` must be at most {_LARGEST_COUNT}; got {value}.')
 
 
 def check_positive(name: str, value: object, alternative: str = '') -> float:
@@ -244,3 +247,26 @@ def check_positive(name: str, value: object, alternative: str = '') -> float:
   if not 0 < value < float('inf'):
     raise ValueError(f'`{name}` must be positive and finite; got {value}.')
   return float(value)
+
+
+def check_function(name: str, function: object, *parameters: str) -> None:
+  """Refuses what cannot be called with as many arguments.
+
+  Args:
+    name: Of the argument that holds the function.
+    function: What was given for it.
+    *parameters: The names of its parameters, for the message.
+  """
+  wanted = f'a function ({", ".join(parameters)})'
+  if not callable(function):
+    raise ValueError(f'`{name}` must be {wanted}; got {function!r}.')
+  try:
+    signature = inspect.signature(function)
+  except (TypeError, ValueError):  # Some that are written in C have none.
+    return
+  try:
+    signature.bind(*parameters)
+  except TypeError as error:
+    raise ValueError(
+        f'`{name}` must be {wanted}; got one of {signature} ({error}).'
+    ) from None

@@ -5,7 +5,7 @@ README's table come from here. A method from elsewhere joins by `register`, or
 by the name 'package.module:builder' wherever a method's name is expected.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import importlib
 import re
 from typing import NamedTuple
@@ -28,6 +28,8 @@ from fednest_tff.problems import Problem
 
 Builder = Callable[..., NestedProcess]
 
+# Kinds of problems; most methods are defined for all of them.
+_NESTED = ('bilevel', 'minimax', 'compositional', 'single_level')
 _IMPORTABLE = r'\w+(\.\w+)*:\w+'  # package.module:builder
 
 
@@ -41,6 +43,8 @@ class RegisteredMethod(NamedTuple):
     summary: The first line of the builder's documentation.
     rounds: Communication rounds per epoch of a bilevel problem, in terms of T
       (`inner_rounds`) and N (`neumann_terms`).
+    kinds: The kinds of problems for which it is defined, as `Problem.kind`
+      names them.
   """
 
   name: str
@@ -48,6 +52,7 @@ class RegisteredMethod(NamedTuple):
   label: str
   summary: str
   rounds: str
+  kinds: tuple[str, ...]
 
   @property
   def options(self) -> dict[str, list[Option]]:
@@ -59,7 +64,11 @@ _METHODS: dict[str, RegisteredMethod] = {}
 
 
 def register(
-    name: str, builder: Builder, label: str | None = None, rounds: str = ''
+    name: str,
+    builder: Builder,
+    label: str | None = None,
+    rounds: str = '',
+    kinds: Sequence[str] = _NESTED,
 ) -> None:
   """Adds a method to the registry.
 
@@ -70,6 +79,8 @@ def register(
       options and their defaults, its docstring their help.
     label: Its name in plots; `None` for `name`.
     rounds: Its rounds per epoch as a formula, for the table.
+    kinds: The kinds of problems for which it is defined. The builder refuses
+      others; comparisons leave the method out there.
 
   Raises:
     ValueError: If another builder has that name, or options cannot be read.
@@ -82,7 +93,7 @@ def register(
   options_lib.options_of(builder)
   summary = (builder.__doc__ or '').strip().split('\n')[0]
   _METHODS[name] = RegisteredMethod(
-      name, builder, label or name, summary, rounds
+      name, builder, label or name, summary, rounds, tuple(kinds)
   )
 
 
@@ -190,7 +201,15 @@ register('simfbo', sim_fbo.build_sim_fbo, 'SimFBO', '1')
 register('shrofbo', sim_fbo.build_shro_fbo, 'ShroFBO', '1')
 register('fedmsa', fed_msa.build_fed_msa, 'FedMSA', '2')
 register('fedbioacc', fed_bio_acc.build_fed_bio_acc, 'FedBiOAcc', '1')
-register('penalty', penalty.build_penalty, 'Penalty', '1')
-register('aggitd', agg_itd.build_agg_itd, 'AggITD', '2T + 2')
+register(
+    'penalty', penalty.build_penalty, 'Penalty', '1',
+    kinds=['bilevel', 'compositional'],
+)
+register(
+    'aggitd', agg_itd.build_agg_itd, 'AggITD', '2T + 2',
+    kinds=['bilevel', 'compositional'],
+)
 register('fedmbo', fed_mbo.build_fed_mbo, 'FedMBO', 'T + N + 2')
-register('personal', personal.build_personal, 'Personal', '1')
+register(
+    'personal', personal.build_personal, 'Personal', '1', kinds=['personal']
+)

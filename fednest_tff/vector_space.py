@@ -22,14 +22,27 @@ def identity(a: Structure) -> Structure:
 
 def specs(a: Structure) -> Structure:
   """The structure of `tf.TensorSpec`s that describes `a`."""
-  return tf.nest.map_structure(
-      lambda t: tf.TensorSpec(t.shape, t.dtype), tensors(a)
-  )
+
+  def spec(leaf: Any) -> tf.TensorSpec:
+    tensor = leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+  return tf.nest.map_structure(spec, a)
 
 
 def tensors(a: Structure) -> Structure:
   """`a` with every leaf (a NumPy array, a Python number) made a tensor."""
   return tf.nest.map_structure(tf.convert_to_tensor, a)
+
+
+def constants(a: Structure) -> Structure:
+  """`a` as tensors of the present graph, though its leaves be eager ones."""
+  return tf.nest.map_structure(
+      lambda leaf: tf.convert_to_tensor(
+          leaf.numpy() if hasattr(leaf, 'numpy') else leaf
+      ),
+      a,
+  )
 
 
 def scalar_dtype(a: Structure) -> tf.DType:

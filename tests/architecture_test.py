@@ -13,6 +13,7 @@ ORDER = [
     'fednest_tff.problems',
     'fednest_tff.local',
     'fednest_tff.federated',
+    'fednest_tff.models',
     'fednest_tff.algorithms',
     'fednest_tff.registry',
     'fednest_tff.runtime.compiler',

@@ -1,9 +1,10 @@
 """Tests share one runtime per process and leave no worker behind.
 
-Tests of algorithms run in process, which compiles quickly; those of the runtime
+Tests of algorithms run in process, without compiling; those of the runtime
 itself in TFF's own, unless their module has `RUNTIME = 'in_process'`.
 """
 
+import gc
 import os
 import signal
 
@@ -16,6 +17,13 @@ import pytest
 
 # Ignored in a background job of a shell, and then in Python, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+  # Modules stay: a look at all their objects takes Python a tenth of the time.
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(10_000, 20, 20)
 
 
 def _workers():
@@ -37,23 +45,46 @@ def native_runtime():
 
 
 @pytest.fixture(scope='session')
+def launcher(native_runtime):
+  """Starts binaries in other processes, without importing TFF again."""
+  from tests.helpers import killable
+
+  found = killable.Launcher()
+  yield found
+  found.close()
+
+
+@pytest.fixture(scope='session')
 def in_process_context():
-  """One runtime for all that ask: quick to compile, and it keeps what it has.
+  """One runtime for all that ask: it compiles nothing, and shares graphs.
 
   TFF is imported only by those who use it.
   """
   from fednest_tff.runtime import in_process
 
+  return in_process.InProcessContext(
+      in_process.InProcessRuntime(compiled=False)
+  )
+
+
+@pytest.fixture(scope='session')
+def compiled_context():
+  """One runtime that compiles, for tests with hundreds of calls."""
+  from fednest_tff.runtime import in_process
+
   return in_process.InProcessContext(in_process.InProcessRuntime(unroll=0))
 
 
-# `make test-quick` leaves out tests with the mark `slow`, which compile many
-# processes or start programs: these folders and files, without the exceptions.
+# `make test-quick` leaves out tests with the mark `slow`, which trace or
+# compile much or start programs: these folders and files, without the
+# exceptions.
 _SLOW_FOLDERS = {
-    'algorithms', 'compiler', 'experiments', 'federated', 'runtime'
+    'algorithms', 'chaos', 'compiler', 'distributed', 'experiments',
+    'federated', 'runtime',
 }
 _SLOW_FILES = {
-    'docs_test.py', 'examples_test.py', 'readme_test.py', 'training_test.py'
+    'docs_test.py', 'examples_test.py', 'personal_steps_test.py',
+    'readme_test.py', 'training_test.py',
 }
 _QUICK_FILES = {
     'call_dominant_test.py', 'fed_inn_test.py', 'settings_test.py',
@@ -61,7 +92,28 @@ _QUICK_FILES = {
 }
 
 
+# Files that take longest, the longest first: what is left to the end keeps one
+# core waiting for the other.
+_LONG_FILES = (
+    'resume_test.py', 'in_process_test.py', 'binaries_test.py',
+    'driver_test.py', 'examples_test.py', 'benchmark_test.py',
+    'bad_input_test.py', 'readme_test.py', 'later_methods_test.py',
+    'hparams_test.py', 'theory_test.py', 'communication_test.py',
+    'composition_test.py', 'personalization_test.py', 'fed_nest_test.py',
+    'local_hypergradient_test.py', 'special_problems_test.py',
+    'sim_fbo_test.py', 'personal_steps_test.py', 'personal_test.py',
+    'fed_mbo_test.py', 'learning_problems_test.py',
+    'secure_aggregation_test.py', 'reproduce_test.py', 'constraints_test.py',
+    'unequal_clients_test.py', 'native_runtime_test.py', 'ray_test.py',
+    'aggregation_test.py', 'agg_itd_test.py', 'inverse_hessian_test.py',
+    'derivatives_test.py', 'process_test.py', 'intrinsics_test.py',
+    'fed_inn_test.py',
+)
+
+
 def pytest_collection_modifyitems(items):
+  order = {name: k for k, name in enumerate(_LONG_FILES)}
+  items.sort(key=lambda item: order.get(item.path.name, len(order)))
   for item in items:
     path = item.path
     is_slow = path.parent.name in _SLOW_FOLDERS or path.name in _SLOW_FILES
@@ -93,6 +145,15 @@ def in_process(in_process_context):
   import tensorflow_federated as tff
 
   with tff.framework.get_context_stack().install(in_process_context):
+    yield
+
+
+@pytest.fixture
+def compiled(compiled_context):
+  """Runs a test in process, compiled."""
+  import tensorflow_federated as tff
+
+  with tff.framework.get_context_stack().install(compiled_context):
     yield
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import fednest_tff
 from fednest_tff import registry, simulation
-from tests.helpers import binaries, killable, processes, quadratic
+from tests.helpers import binaries, processes, quadratic
 
 RUNTIME = 'in_process'
 ROOT = pathlib.Path(__file__).parent.parent
@@ -22,7 +22,7 @@ DATASETS = quadratic.to_datasets(CLIENTS)
 FORM = quadratic.ClosedForm(CLIENTS)
 # Of a small network on digits.
 SMALL = [
-    '--unroll=0', '--num_clients=3', '--clients_per_round=2', '--hidden=6',
+    '--nocompiled', '--num_clients=3', '--clients_per_round=2', '--hidden=6',
     '--inner_learning_rate=0.1', '--outer_learning_rate=0.1',
 ]  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_steps_equal_numpy(process):
     np.testing.assert_allclose(output.state.outer, x, rtol=1e-10)
     np.testing.assert_allclose(output.state.inner, y, rtol=1e-10)
     np.testing.assert_allclose(output.state.method, v, rtol=1e-10)
-    assert list(output.metrics) == list(metrics)
+    assert list(output.metrics) == [*metrics, 'client_work']
     for name, value in metrics.items():
       np.testing.assert_allclose(output.metrics[name], value, rtol=1e-10)
 
@@ -230,20 +230,18 @@ def test_by_its_short_name_with_another_method(whole, tmp_path, capfd):
   assert _without_seconds(own) == _without_seconds(whole / 'metrics.csv')
 
 
-def test_killed_and_started_again_it_ends_in_the_same_bytes(whole, tmp_path):
+def test_killed_and_started_again_it_ends_in_the_same_bytes(
+    launcher, whole, tmp_path
+):
   command = [
       'hyper_representation', f'--method={BY_MODULE}', '--epochs=6', *SMALL,
       '--epochs_per_checkpoint=2', f'--output_dir={tmp_path / "run"}',
   ]  # fmt: skip
   log = tmp_path / 'log.txt'
-  launcher = killable.Launcher()
-  try:
-    # While the second checkpoint, that of epoch 2, is being written.
-    code = launcher.run(command, log, die_at=['checkpoint_half', 2])
-    assert code == -9, log.read_text()
-    assert launcher.run(command, log) == 0, log.read_text()
-  finally:
-    launcher.close()
+  # While the second checkpoint, that of epoch 2, is being written.
+  code = launcher.run(command, log, die_at=['checkpoint_half', 2])
+  assert code == -9, log.read_text()
+  assert launcher.run(command, log) == 0, log.read_text()
   found = _without_seconds(tmp_path / 'run' / 'metrics.csv')
   assert found == _without_seconds(whole / 'metrics.csv')
 
@@ -253,7 +251,7 @@ def test_killed_and_started_again_it_ends_in_the_same_bytes(whole, tmp_path):
     ['binary', 'flags'],
     [
         ('loss_tuning', SMALL),
-        ('compositional', ['--num_clients=3', '--unroll=0']),
+        ('compositional', ['--num_clients=3', '--nocompiled']),
     ],
 )
 def test_other_binaries(binary, flags, tmp_path):

@@ -1,9 +1,10 @@
-"""The README's examples run as they stand there."""
+"""The examples of the README and of the pages run as they stand there."""
 
 import contextlib
 import io
 import pathlib
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -11,8 +12,17 @@ import tensorflow_federated as tff
 
 import fednest_tff
 
-README = pathlib.Path(__file__).parent.parent / 'README.md'
-BLOCKS = re.findall(r'```python\n(.*?)```', README.read_text(), re.DOTALL)
+ROOT = pathlib.Path(__file__).parent.parent
+# Pages with examples; others quote lines of files that are tested elsewhere.
+PAGES = {
+    name: (ROOT / name).read_text()
+    for name in ('README.md', 'docs/tutorial.md', 'docs/tuning.md')
+}
+BLOCKS = [
+    block
+    for text in PAGES.values()
+    for block in re.findall(r'```python\n(.*?)```', text, re.DOTALL)
+]
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -35,7 +45,7 @@ def _run(text, names=None):
   (block,) = [block for block in BLOCKS if text in block]
   names = dict(names or {})
   with contextlib.redirect_stdout(io.StringIO()) as printed:
-    exec(compile(block, str(README), 'exec'), names)
+    exec(compile(block, 'example', 'exec'), names)
   return names | dict(printed=printed.getvalue())
 
 
@@ -46,7 +56,23 @@ def problem_of_your_own():
 
 
 def test_all_examples_are_tested():
-  assert len(BLOCKS) == 5
+  assert len(BLOCKS) == 8
+
+
+def test_the_readme_is_short():
+  assert len(PAGES['README.md'].splitlines()) <= 150
+
+
+def test_links():
+  sys.path.insert(0, str(ROOT / 'docs'))
+  try:
+    import links
+  finally:
+    sys.path.pop(0)
+  assert links.main() == 0
+  assert links.broken(ROOT / 'tests' / 'data' / 'links.md') == [
+      'no_such_file.md', 'links.md#no-such-heading'
+  ]
 
 
 def test_problem_of_your_own(problem_of_your_own):
@@ -55,7 +81,32 @@ def test_problem_of_your_own(problem_of_your_own):
   # The ridge of a useful feature falls, that of a useless one rises.
   ridge = names['process'].get_model_weights(names['state']).outer
   assert ridge[:3].max() < ridge[3:].min()
-  assert 'rounds=' in names['printed']
+  # It prints what the README says.
+  _, _, after = PAGES['README.md'].partition('outer.round(1) + 0)\n```')
+  expected = re.search(r'```\n(.*?)```', after, re.DOTALL)[1]
+  assert names['printed'].split() == expected.split()
+
+
+def test_from_a_problem_to_a_figure(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  names = _run('Shrunk means')
+  assert (tmp_path / 'outputs' / 'tutorial' / 'plot.png').exists()
+  for (rows,) in names['runs'].values():
+    assert rows[-1]['distance'] < rows[0]['distance']
+  names = _run('load_weights', names)
+  last = names['runs']['fednest'][0][-1]['distance']
+  at = names['process'].get_model_weights(names['state'])
+  np.testing.assert_allclose(np.abs(at.outer - 2.5).max(), last, rtol=1e-5)
+
+
+def test_tuning():
+  printed = _run('largest curvature')['printed']
+  found = re.findall(r'l = (\S+): .* (\S+), residual (\S+)', printed)
+  (small, curvature, diverged), (large, same, solved) = (
+      map(float, row) for row in found
+  )
+  assert small < curvature and same < large
+  assert diverged > 10 and solved < 0.3
 
 
 def test_another_step_size(problem_of_your_own):
@@ -89,11 +140,13 @@ def test_groups_of_options(problem_of_your_own):
   assert fednest_tff.communication_cost(process).rounds == 2 * 2 + 5 + 2
 
 
-def test_with_other_processes():
-  printed = _run('build_fed_eval')['printed']
-  found = re.findall(r"sparse_categorical_accuracy', ([\d.]+)", printed)
+def test_keras_and_other_processes():
+  names = _run('backbone_and_head')
+  found = re.findall(r"accuracy', ([\d.]+)", names['printed'])
   before, after = map(float, found)
   assert after > before + 0.3
+  kernel = names['backbone'].trainable_variables[0]
+  np.testing.assert_array_equal(kernel, names['after'].outer[0])
 
 
 def test_differential_privacy():

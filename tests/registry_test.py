@@ -9,7 +9,7 @@ import pytest
 
 import fednest_tff
 from fednest_tff import registry
-from tests.helpers import quadratic
+from tests.helpers import quadratic, small_problems
 
 README = pathlib.Path(__file__).parent.parent / 'README.md'
 FAMILY = (
@@ -91,6 +91,27 @@ def test_table():
       '| `mine` | Mine: it returns its arguments. | `build_mine` | T + 7 |'
   )
   assert rows[-1] == expected
+
+
+KINDS = ('bilevel', 'minimax', 'compositional', 'single_level', 'personal')
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_methods_refuse_problems_of_other_kinds(kind):
+  problem = getattr(small_problems, kind)()
+  names = [
+      name for name in fednest_tff.METHODS
+      if kind not in fednest_tff.get_method(name).kinds
+  ]
+  assert names and len(names) < len(fednest_tff.METHODS)
+  for name in names:
+    steps = {
+        rate: 0.1
+        for rate in fednest_tff.get_method(name).options
+        if rate.endswith('learning_rate')
+    }
+    with pytest.raises(ValueError, match=f'`problem` is {kind}'):
+      fednest_tff.build(problem, name, **steps)
 
 
 # ---- A method of your own ---------------------------------------------------

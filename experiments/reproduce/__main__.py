@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
 import tensorflow_federated as tff
 import tqdm
 
@@ -27,13 +27,16 @@ from experiments.reproduce import (
     sets,
     theory,
 )
-from fednest_tff import data, simulation
+from fednest_tff import simulation
 
 _FIGURES = (*sets.FIGURES, 'theory', 'code')
 _FIGURE = flags.DEFINE_list(
     'figure', ['all'], f'Some of {", ".join(_FIGURES)}, or all.'
 )
-_PRESET = flags.DEFINE_enum('preset', 'quick', sets.PRESETS, 'How large.')
+# Not the flag of the single experiments.
+_PRESET = flags.DEFINE_enum(
+    'preset', 'quick', sets.PRESETS, 'How large.', allow_override=True
+)
 FLAGS = flags.FLAGS
 _SPREAD = 'Means ± standard deviations over seeds.'
 _OWN = ('data_dir', 'output_dir', 'seeds', 'epochs')
@@ -132,7 +135,8 @@ def _write_differences(
 
 def reproduce(chosen: list[str], preset: sets.Preset, folder: str) -> None:
   """Runs, draws and judges some figures."""
-  os.makedirs(folder, exist_ok=True)
+  with simulation.file_errors(folder):
+    os.makedirs(folder, exist_ok=True)
   plans = {
       name: sets.runs_of(name, preset) for name in chosen if name != 'theory'
   }
@@ -172,14 +176,8 @@ def main(argv: list[str]) -> int:
       raise settings_lib.SettingsError(f'unexpected argument {argv[1]!r}')
     folder = FLAGS.output_dir or f'outputs/reproduce-{_PRESET.value}'
     reproduce(_chosen(), _preset(), folder)
-  except (
-      settings_lib.SettingsError, data.DataError, simulation.RunError
-  ) as error:
-    return program.end(error, 2)
-  except simulation.StoppedError as error:
-    return program.end(error, 128 + error.signal_number)
-  except KeyboardInterrupt:
-    return program.end('interrupted; run the same command to go on', 130)
+  except (Exception, KeyboardInterrupt) as error:
+    return program.end_with(error)
   return 0
 
 
@@ -187,4 +185,4 @@ if __name__ == '__main__':
   tff.framework.set_default_context(runtimes.NoRuntime())
   for name in _OWN:
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
-  app.run(lambda argv: sys.exit(main(argv)), flags_parser=program.parse)
+  program.start(main)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from absl import flags
 
-from experiments import hyper_representation, loss_tuning, minimax, program
+from experiments import hyper_representation, loss_tuning, minimax
+from experiments.experiment import Experiment
 from experiments.settings import Flags
 
 # The key of a run among those of a figure: a text, or a tuple of texts and
@@ -41,7 +42,7 @@ class Run(NamedTuple):
   """
 
   name: str
-  experiment: program.Experiment
+  experiment: Experiment
   given: Flags
 
 
@@ -78,8 +79,12 @@ def read_flag_file(name: str) -> Flags:
   found = {}
   for argument in arguments:
     flag, _, text = argument.removeprefix('--').partition('=')
-    # A boolean flag may stand without a value.
-    found[flag] = flags.FLAGS[flag].parser.parse(text or 'true')
+    # A boolean flag may stand without a value. `reproduce` has a flag
+    # `--preset` with other values.
+    found[flag] = (
+        text if flag == 'preset'
+        else flags.FLAGS[flag].parser.parse(text or 'true')
+    )
   return found
 
 

@@ -99,10 +99,10 @@ def _build_carrying_round(
     A round with a `ChainMessage`; its value is (the inner round's value, the
     mean of grad_y f_i or of grad^2_y g_i r).
   """
-  problem = types.problem
+  problem, carried_work = types.problem, carried.client_work
   steps = 'learning_rate' in tff.structure.name_list(carried.message_type)
 
-  @tff.tensorflow.computation(
+  @types.computation(
       ChainMessage(
           types.outer, types.inner, types.inner, np.int32,
           types.scalar if steps else (), types.seed,
@@ -115,7 +115,7 @@ def _build_carrying_round(
   ) -> Answer:
     x, y, r, countdown, beta, seed = message
     own = (x, y, beta, seed) if steps else (x, y, seed)
-    value, metrics = carried.client_work(own, features, client)
+    value, metrics = carried_work(own, features, client)
 
     def gradient() -> Structure:
       xi = client_lib.sample(
@@ -197,8 +197,9 @@ class AggITD(fed_nest.Alternating):
     self._carried, self._carrying = inner.rounds[0], carrying
     self._chained, self._descend = inner, outer.descend
     chain_type = tff.to_type(Chain(types.inner, np.int32))
+    problem = types.problem
 
-    @tff.tensorflow.computation(types.seed)
+    @types.computation(types.seed)
     def start(seed: tf.Tensor) -> Chain:
       stop = tf.random.stateless_uniform(
           [],
@@ -207,9 +208,9 @@ class AggITD(fed_nest.Alternating):
           maxval=inner_rounds,
           dtype=tf.int32,
       )
-      return Chain(vector_space.zeros_like(types.problem.inner_spec), stop)
+      return Chain(vector_space.zeros_like(problem.inner_spec), stop)
 
-    @tff.tensorflow.computation(chain_type, types.inner, types.scalar)
+    @types.computation(chain_type, types.inner, types.scalar)
     def advance(
         chain: Chain, answer: Structure, smoothness: tf.Tensor
     ) -> Chain:
@@ -218,7 +219,7 @@ class AggITD(fed_nest.Alternating):
       r = vector_space.where(chain.countdown < 0, after, answer)
       return Chain(r, chain.countdown - 1)
 
-    @tff.tensorflow.computation(chain_type, types.scalar)
+    @types.computation(chain_type, types.scalar)
     def finish(chain: Chain, smoothness: tf.Tensor) -> Structure:
       p = vector_space.scale(inner_rounds / smoothness, chain.r)
       return vector_space.check_finite(
@@ -247,10 +248,7 @@ class AggITD(fed_nest.Alternating):
           self._advance, chain, carrying.answer, numbers['smoothness']
       )
     p = do.server(self._finish, chain, numbers['smoothness'])
-    optimizer, x = self._descend(
-        do, optimizer, x, y, p, numbers['outer_learning_rate'], plan.seeds[-1]
-    )
-    return method.Variables(x, y, optimizer)
+    return self._descend(do, method.Variables(x, y, optimizer), p, plan)
 
 
 def build_agg_itd(

@@ -48,9 +48,10 @@ class Acceleration:
 
   Attributes:
     step_scale: delta, a factor of all step sizes.
-    step_offset: u_0, how many epochs late the decay of the steps begins.
-    momentum_rate: c, how fast a momentum is forgotten: it keeps the share
-      1 - c alpha_t^2.
+    step_offset: u_0, which is added to the epoch: the larger it is, the slower
+      the steps decay, and the smaller the first ones are.
+    momentum_rate: c, how fast a momentum is forgotten: a step keeps the share
+      1 - c alpha_t^2 of it.
   """
 
   step_scale: float = option('step_scale', 1.0)
@@ -118,7 +119,7 @@ class FedBiOAcc(simultaneous.SimultaneousMethod):
       decay = tf.maximum(1 - rate * alpha**2, 0)
       return MomentumMessage(momentum, alpha, decay)
 
-    @tff.tensorflow.computation(
+    @types.computation(
         simultaneous.message_type(types, prepare.type_signature.result),
         types.client,
     )

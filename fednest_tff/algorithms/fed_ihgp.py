@@ -14,6 +14,7 @@ are in `product_rounds`.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import tensorflow as tf
 import tensorflow_federated as tff
@@ -53,6 +54,43 @@ class FederatedInverseHessian(InverseHessian):
   chains: int = option('chains', 1)
 
 
+class Progress(NamedTuple):
+  """A solver under way, and what its products tell about H.
+
+  Attributes:
+    solver: The state of the solver.
+    norm: ||b||.
+    largest: The largest <v, H v> / <v, v> so far, a lower bound of the largest
+      eigenvalue of H; 0 before the first product.
+    smallest: The smallest; H is not positive if it is negative.
+  """
+
+  solver: SolverState
+  norm: tf.Tensor
+  largest: tf.Tensor
+  smallest: tf.Tensor
+
+
+def _seen(
+    progress: Progress, v: Structure, product: Structure
+) -> tuple[tf.Tensor, tf.Tensor]:
+  """`largest` and `smallest` after the product of `v`, if it was wanted."""
+  square = vector_space.squared_norm(v)
+  curvature = tf.math.divide_no_nan(vector_space.dot(v, product), square)
+  wanted = (progress.solver.products_left > 0) & (square > 0)
+  is_first = tf.equal(progress.solver.products_done, 0)
+  largest = tf.where(
+      is_first, curvature, tf.maximum(progress.largest, curvature)
+  )
+  smallest = tf.where(
+      is_first, curvature, tf.minimum(progress.smallest, curvature)
+  )
+  return (
+      tf.where(wanted, largest, progress.largest),
+      tf.where(wanted, smallest, progress.smallest),
+  )
+
+
 class FedIHGP:
   """FedIHGP (Algorithm 3) as a part of an epoch.
 
@@ -79,34 +117,49 @@ class FedIHGP:
         types, gradients, participation, solver.stops_at_random,
         solver.num_chains,
     )
-    self._solver = solver
+    means_of, self._solver = rounds.means, solver
     self.rounds = self._gradient, self._product = (
         rounds.gradient, rounds.product
     )
     l_type = smoothness_type(types, solver)
     mean_type = rounds.gradient.client_work.type_signature.result[0]
 
-    @tff.tensorflow.computation(mean_type, l_type, types.seed)
+    @types.computation(mean_type, l_type, types.seed)
     def start(
         b: Structure, smoothness: tf.Tensor, seed: tf.Tensor
-    ) -> SolverState:
+    ) -> Progress:
       seed = sampling.fold_in(seed, Purpose.NEUMANN_STOP)
-      return checked(solver.start(rounds.means(b), smoothness, seed))
+      means = means_of(b)
+      norm = vector_space.norm(means)
+      return Progress(
+          checked(solver.start(means, smoothness, seed)),
+          norm,
+          largest=tf.zeros_like(norm),
+          smallest=tf.zeros_like(norm),
+      )
 
     state_type = start.type_signature.result
 
-    @tff.tensorflow.computation(state_type)
-    def ask(state: SolverState) -> tuple[Structure, tf.Tensor]:
-      return solver.vector(state), product_index(state)
+    @types.computation(state_type)
+    def ask(state: Progress) -> tuple[Structure, tf.Tensor]:
+      return solver.vector(state.solver), product_index(state.solver)
 
-    @tff.tensorflow.computation(state_type, mean_type, l_type)
+    @types.computation(state_type, mean_type, l_type)
     def advance(
-        state: SolverState, product: Structure, smoothness: tf.Tensor
-    ) -> SolverState:
-      product = rounds.means(product)
-      return checked(solver.advance(state, product, smoothness))
+        state: Progress, product: Structure, smoothness: tf.Tensor
+    ) -> Progress:
+      product = means_of(product)
+      largest, smallest = _seen(state, solver.vector(state.solver), product)
+      advanced = checked(solver.advance(state.solver, product, smoothness))
+      return Progress(advanced, state.norm, largest, smallest)
+
+    @types.computation(state_type, l_type)
+    def residual(state: Progress, smoothness: tf.Tensor) -> tf.Tensor:
+      left = solver.residual(state.solver, smoothness)
+      return tf.math.divide_no_nan(vector_space.norm(left), state.norm)
 
     self._start, self._ask, self._advance = start, ask, advance
+    self._residual = residual
 
   def __call__(
       self, do: Executor, x: ServerValue, y: ServerValue,
@@ -119,14 +172,22 @@ class FedIHGP:
     b = do.round(self._gradient, PointMessage(x, y, seed)).value  # lines 3-6
     solution = do.server(self._start, b, smoothness, seed)  # lines 1 and 7
     for n in range(1, self._solver.num_terms):  # line 8
-      if do.is_zero(solution.products_left):
+      if do.is_zero(solution.solver.products_left):
         break
       v, index = do.server(self._ask, solution)
       message = ProductMessage(x, y, v, index, seed)
       chance = self._solver.chance(n)
       product = do.round(self._product, message, chance).value  # lines 9-16
       solution = do.server(self._advance, solution, product, smoothness)
-    return solution.p
+    if self._solver.num_terms > 1:
+      do.measure(
+          ihgp_residual=do.server(self._residual, solution, smoothness),
+          ihgp_largest_curvature=solution.largest,
+          ihgp_smallest_curvature=solution.smallest,
+      )
+      if self._solver.needs_smoothness:
+        do.measure(smoothness=smoothness)
+    return solution.solver.p
 
 
 def product_index(state: SolverState) -> tf.Tensor:

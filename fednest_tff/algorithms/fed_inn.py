@@ -14,7 +14,6 @@ import collections
 from typing import NamedTuple
 
 import tensorflow as tf
-import tensorflow_federated as tff
 
 from fednest_tff.federated import method, process, server
 from fednest_tff.federated.aggregation import Factory, GlobalGradients
@@ -65,12 +64,8 @@ class InnerMethod(method.Method):
     )
 
   def __call__(
-      self,
-      do: Executor,
-      x: ServerValue,
-      y: ServerValue,
-      learning_rate: ServerValue,
-      seed: ServerValue,
+      self, do: Executor, x: ServerValue, y: ServerValue,
+      learning_rate: ServerValue, seed: ServerValue,
   ) -> ServerValue:
     """One call: y+ from (x, y), beta and a seed."""
     raise NotImplementedError
@@ -88,9 +83,9 @@ def build_gradient_round(
     types: ProblemTypes, gradients: GlobalGradients
 ) -> Round:
   """The round that averages G_i(y) (lines 3-6)."""
-  problem = types.problem
+  problem, batch_size = types.problem, gradients.batch_size
 
-  @tff.tensorflow.computation(
+  @types.computation(
       PointMessage(types.outer, types.inner, types.seed),
       types.features,
       types.client,
@@ -100,8 +95,7 @@ def build_gradient_round(
   ) -> Answer:
     x, y, seed = message
     zeta = client_lib.sample(
-        client, features.inner, gradients.batch_size, seed,
-        Purpose.INNER_GRADIENT,
+        client, features.inner, batch_size, seed, Purpose.INNER_GRADIENT
     )
     value, gradient = derivatives.inner_gradient(problem, x, y, zeta)
     return gradient, collections.OrderedDict(inner_loss=value)
@@ -122,9 +116,9 @@ class FedInn(InnerMethod):
       gradients: GlobalGradients,
       aggregator: Factory | None,
   ):
-    problem, work = types.problem, work.at_level('inner')
+    problem, steps = types.problem, work.at_level('inner').without_rate()
 
-    @tff.tensorflow.computation(
+    @types.computation(
         DescentMessage(
             types.outer, types.inner, types.inner, types.scalar, types.seed
         ),
@@ -140,8 +134,8 @@ class FedInn(InnerMethod):
           y,
           q,
           features.inner,
-          work,
-          work.num_steps(client.inner),
+          steps,
+          steps.num_steps(client.inner),
           beta,
           client_lib.seed_of(client, seed, Purpose.INNER_STEPS),
           problem.project_inner,
@@ -163,12 +157,8 @@ class FedInn(InnerMethod):
     super().__init__(types, work, [self._gradient, self._update])
 
   def __call__(
-      self,
-      do: Executor,
-      x: ServerValue,
-      y: ServerValue,
-      learning_rate: ServerValue,
-      seed: ServerValue,
+      self, do: Executor, x: ServerValue, y: ServerValue,
+      learning_rate: ServerValue, seed: ServerValue,
   ) -> ServerValue:
     gradient = do.round(self._gradient, PointMessage(x, y, seed))  # lines 3-6
     q, norm = do.server(self._check, gradient.value)

@@ -65,12 +65,8 @@ class GradientSteps(fed_inn.InnerMethod):
     )
 
   def __call__(
-      self,
-      do: Executor,
-      x: ServerValue,
-      y: ServerValue,
-      learning_rate: ServerValue,
-      seed: ServerValue,
+      self, do: Executor, x: ServerValue, y: ServerValue,
+      learning_rate: ServerValue, seed: ServerValue,
   ) -> ServerValue:
     gradient = do.round(self._gradient, PointMessage(x, y, seed))
     y, norm = do.server(self._step, y, gradient.value, learning_rate)

@@ -22,7 +22,6 @@ import collections
 from typing import NamedTuple
 
 import tensorflow as tf
-import tensorflow_federated as tff
 
 from fednest_tff import vector_space
 from fednest_tff.algorithms import simultaneous
@@ -60,19 +59,17 @@ class FedMSA(simultaneous.SimultaneousMethod):
       aggregator: Factory | None,
       optimizers: ServerOptimizers,
   ):
-    problem = types.problem
+    problem, batch_size = types.problem, gradients.batch_size
     per_client = work.per_client()
     move = simultaneous.ServerMove(problem, optimizers)
     at = simultaneous.point_type(types)
 
-    @tff.tensorflow.computation(DirectionMessage(*at, types.seed), types.client)
+    @types.computation(DirectionMessage(*at, types.seed), types.client)
     def client_direction(message: DirectionMessage, client: Client) -> Answer:
       x, y, v, seed = message
 
       def sample(examples: Batch, purpose: Purpose) -> Batch:
-        return client_lib.sample(
-            client, examples, gradients.batch_size, seed, purpose
-        )
+        return client_lib.sample(client, examples, batch_size, seed, purpose)
 
       batch = BatchPair(
           sample(client.outer, Purpose.OUTER_GRADIENT),
@@ -81,9 +78,7 @@ class FedMSA(simultaneous.SimultaneousMethod):
       direction = local.nested_direction(problem, Point(x, y, v), batch)
       return direction, simultaneous.losses(problem, x, y, client)
 
-    @tff.tensorflow.computation(
-        simultaneous.message_type(types, at), types.client
-    )
+    @types.computation(simultaneous.message_type(types, at), types.client)
     def client_update(
         message: simultaneous.StepsMessage, client: Client
     ) -> Answer:

@@ -15,12 +15,10 @@ N = 1.
 
 from collections.abc import Callable
 
-import tensorflow as tf
-
 from fednest_tff import options
 from fednest_tff.algorithms.fed_ihgp import FederatedInverseHessian
 from fednest_tff.algorithms.fed_inn import FedInn, InnerMethod
-from fednest_tff.algorithms.fed_out import FedOut, OuterMethod
+from fednest_tff.algorithms.fed_out import FedOut
 from fednest_tff.algorithms.lfed_inn import LFedInn
 from fednest_tff.algorithms.lfed_out import LFedOut
 from fednest_tff.federated import method, process, server
@@ -30,10 +28,9 @@ from fednest_tff.federated.types import ClientWeighting, ProblemTypes
 from fednest_tff.local.descent import LocalWork
 from fednest_tff.local.inverse_hessian import InverseHessian
 from fednest_tff.problems import Problem
-from fednest_tff.vector_space import Structure
 
 
-class Alternating(method.Method):
+class Alternating(server.OuterStepMethod):
   """Algorithm 1: T inner calls, then one outer call at the new y.
 
   Its state is that of the outer method.
@@ -42,7 +39,7 @@ class Alternating(method.Method):
   def __init__(
       self,
       inner: InnerMethod | None,
-      outer: OuterMethod,
+      outer: server.OuterStepMethod,
       inner_rounds: int,
   ):
     """Composes two methods.
@@ -58,20 +55,9 @@ class Alternating(method.Method):
     if inner is not None:
       rounds = (*inner.rounds, *rounds)
       hparams = inner.hparams | hparams
-    super().__init__(outer.types, rounds, hparams, inner_rounds + 1)
-
-  def initial_state(
-      self, x: Structure, y: Structure, numbers: method.Numbers, seed: tf.Tensor
-  ) -> Structure:
-    return self._outer.initial_state(x, y, numbers, seed)
-
-  def get_hparams(self, method_state: Structure) -> dict[str, Structure]:
-    return self._outer.get_hparams(method_state)
-
-  def set_hparams(
-      self, method_state: Structure, hparams: dict[str, Structure]
-  ) -> Structure:
-    return self._outer.set_hparams(method_state, hparams)
+    super().__init__(
+        outer.types, rounds, hparams, outer.outer_step, inner_rounds + 1
+    )
 
   def epoch(
       self, do: Executor, variables: method.Variables, plan: method.Plan
@@ -91,7 +77,7 @@ def build_alternating(
     seed: int,
     build_inner: Callable[[ProblemTypes], InnerMethod],
     build_outer: Callable[
-        [ProblemTypes, method.HyperParameter | None], OuterMethod
+        [ProblemTypes, method.HyperParameter | None], server.OuterStepMethod
     ],
 ) -> process.NestedProcess:
   """The process of Algorithm 1 with any inner and outer method.

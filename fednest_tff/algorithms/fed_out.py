@@ -17,7 +17,6 @@ import collections
 from typing import NamedTuple
 
 import tensorflow as tf
-import tensorflow_federated as tff
 
 from fednest_tff.algorithms import fed_ihgp
 from fednest_tff.algorithms.fed_ihgp import FederatedInverseHessian
@@ -44,77 +43,7 @@ class HypergradientMessage(NamedTuple):
   seed: tf.Tensor
 
 
-class OuterMethod(method.Method):
-  """The part that FedOut and LFedOut share: the server's step on x.
-
-  The method's state is that of the server's optimizer. Subclasses are called
-  with an executor, the optimizer's state, x, y, alpha, l and a seed.
-  """
-
-  def __init__(
-      self,
-      types: ProblemTypes,
-      rounds: list[Round],
-      work: LocalWork,
-      smoothness: dict[str, method.HyperParameter],
-      step: server.ServerStep,
-  ):
-    """Keeps the server's step; see `method.Method`.
-
-    Args:
-      types: The problem's types.
-      rounds: The rounds.
-      work: alpha.
-      smoothness: l, if it is used.
-      step: The server's step on x.
-    """
-    rates = method.learning_rates(outer_learning_rate=work.learning_rate)
-    super().__init__(types, rounds, rates | smoothness)
-    self._step = step
-
-  def initial_state(
-      self, x: Structure, y: Structure, numbers: method.Numbers, seed: tf.Tensor
-  ) -> Structure:
-    return self._step.initial_state()
-
-  def get_hparams(self, method_state: Structure) -> dict[str, Structure]:
-    return self._step.get_hparams(method_state)
-
-  def set_hparams(
-      self, method_state: Structure, hparams: dict[str, Structure]
-  ) -> Structure:
-    return self._step.set_hparams(method_state, hparams)
-
-  def __call__(
-      self,
-      do: Executor,
-      optimizer: ServerValue,
-      x: ServerValue,
-      y: ServerValue,
-      learning_rate: ServerValue,
-      smoothness: ServerValue,
-      seed: ServerValue,
-  ) -> tuple[ServerValue, ServerValue]:
-    """One call: the optimizer's new state, and x+."""
-    raise NotImplementedError
-
-  def epoch(
-      self, do: Executor, variables: method.Variables, plan: method.Plan
-  ) -> method.Variables:
-    """FedOut or LFedOut alone: one call at a fixed y."""
-    optimizer, x = self(
-        do,
-        variables.method,
-        variables.outer,
-        variables.inner,
-        plan.numbers['outer_learning_rate'],
-        plan.numbers.get('smoothness', ()),
-        plan.seeds[-1],
-    )
-    return variables._replace(outer=x, method=optimizer)
-
-
-class FedOut(OuterMethod):
+class FedOut(server.OuterStepMethod):
   """FedOut, alone or as a part of an epoch; see `build_fed_out`."""
 
   def __init__(
@@ -138,7 +67,8 @@ class FedOut(OuterMethod):
       optimizer: The server's.
       inner_learning_rate: beta, from which l follows if it is not given.
     """
-    problem, work = types.problem, work.at_level('outer')
+    problem, steps = types.problem, work.at_level('outer').without_rate()
+    batch_size = gradients.batch_size
     chosen, smoothness = None, {}
     if solver is not None:
       chosen = fed_ihgp.solver_for(problem, solver)
@@ -147,7 +77,7 @@ class FedOut(OuterMethod):
       )
     p_type = types.inner if problem.is_implicit else ()
 
-    @tff.tensorflow.computation(
+    @types.computation(
         HypergradientMessage(types.outer, types.inner, p_type, types.seed),
         types.client,
     )
@@ -158,7 +88,7 @@ class FedOut(OuterMethod):
 
       def sample(examples: Batch, purpose: Purpose) -> Batch:
         return client_lib.sample(
-            client, examples, gradients.batch_size, seed, purpose
+            client, examples, batch_size, seed, purpose
         )
 
       value, h_i = derivatives.hypergradient(
@@ -168,7 +98,7 @@ class FedOut(OuterMethod):
       )
       return h_i, collections.OrderedDict(outer_loss=value)
 
-    @tff.tensorflow.computation(
+    @types.computation(
         DescentMessage(
             types.outer, types.inner, types.outer, types.scalar, types.seed
         ),
@@ -181,8 +111,8 @@ class FedOut(OuterMethod):
           x,
           h,
           client.outer,
-          work,
-          work.num_steps(client.outer),
+          steps,
+          steps.num_steps(client.outer),
           alpha,
           client_lib.seed_of(client, seed, Purpose.OUTER_STEPS),
           problem.project_outer,
@@ -213,38 +143,40 @@ class FedOut(OuterMethod):
         types, 'outer',
         'FedOut: x+, the new outer variable (Algorithm 2, line 14),', optimizer,
     )
-    super().__init__(types, rounds, work, smoothness, step)
+    rates = method.learning_rates(outer_learning_rate=work.learning_rate)
+    super().__init__(types, rounds, rates | smoothness, step)
 
-  def __call__(
-      self,
-      do: Executor,
-      optimizer: ServerValue,
-      x: ServerValue,
-      y: ServerValue,
-      learning_rate: ServerValue,
-      smoothness: ServerValue,
-      seed: ServerValue,
-  ) -> tuple[ServerValue, ServerValue]:
+  def epoch(
+      self, do: Executor, variables: method.Variables, plan: method.Plan
+  ) -> method.Variables:
+    """One call, at a fixed y."""
+    x, y, _ = variables
     p = ()
     if self._fed_ihgp is not None:
-      p = self._fed_ihgp(do, x, y, smoothness, seed)  # line 3
-    return self.descend(do, optimizer, x, y, p, learning_rate, seed)
+      smoothness = plan.numbers.get('smoothness', ())
+      p = self._fed_ihgp(do, x, y, smoothness, plan.seeds[-1])  # line 3
+    return self.descend(do, variables, p, plan)
 
   def descend(
-      self, do: Executor, optimizer: ServerValue, x: ServerValue,
-      y: ServerValue, p: ServerValue,
-      learning_rate: ServerValue, seed: ServerValue,
-  ) -> tuple[ServerValue, ServerValue]:
+      self,
+      do: Executor,
+      variables: method.Variables,
+      p: ServerValue,
+      plan: method.Plan,
+  ) -> method.Variables:
     """The call after line 3, with p from FedIHGP or from elsewhere."""
+    x, y, optimizer = variables
+    alpha, seed = plan.numbers['outer_learning_rate'], plan.seeds[-1]
     gradient = do.round(  # lines 4-8
         self._hypergradient, HypergradientMessage(x, y, p, seed)
     )
     h, norm = do.server(self._check, gradient.value)
     do.measure(**gradient.metrics, hypergradient_norm=norm)
     changes = do.round(  # lines 9-13
-        self._update, DescentMessage(x, y, h, learning_rate, seed)
+        self._update, DescentMessage(x, y, h, alpha, seed)
     )
-    return self._step(do, optimizer, x, changes)  # line 14
+    optimizer, x = self.outer_step(do, optimizer, x, changes)  # line 14
+    return method.Variables(x, y, optimizer)
 
 
 def build_fed_out(

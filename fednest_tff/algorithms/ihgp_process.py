@@ -56,17 +56,18 @@ class IHGPSteps(method.Method):
         solver.num_chains,
     )
     message_type = rounds.product.message_type
+    gradient, product = rounds.gradient.client_work, rounds.product.client_work
 
-    @tff.tensorflow.computation(message_type, types.features, types.client)
+    @types.computation(message_type, types.features, types.client)
     def client_step(
         message: ProductMessage, features: ClientFeatures, client: Client
     ) -> WeightedAnswer:
       return tf.cond(
           tf.equal(message.index, 0),
-          lambda: rounds.gradient.client_work(
+          lambda: gradient(
               (message.outer, message.inner, message.seed), features, client
           ),
-          lambda: rounds.product.client_work(message, features, client),
+          lambda: product(message, features, client),
       )
 
     self._round = Round(

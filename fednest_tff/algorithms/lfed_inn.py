@@ -8,7 +8,6 @@ FedAvg it stops at a biased point when clients differ.
 from typing import NamedTuple
 
 import tensorflow as tf
-import tensorflow_federated as tff
 
 from fednest_tff.algorithms.fed_inn import InnerMethod
 from fednest_tff.federated import process, server
@@ -39,9 +38,9 @@ class LFedInn(InnerMethod):
   def __init__(
       self, types: ProblemTypes, work: LocalWork, aggregator: Factory | None
   ):
-    problem, work = types.problem, work.at_level('inner')
+    problem, steps = types.problem, work.at_level('inner').without_rate()
 
-    @tff.tensorflow.computation(
+    @types.computation(
         SgdMessage(types.outer, types.inner, types.scalar, types.seed),
         types.features,
         types.client,
@@ -54,8 +53,8 @@ class LFedInn(InnerMethod):
           lambda at, z: derivatives.inner_gradient(problem, x, at, z)[1],
           y,
           features.inner,
-          work,
-          work.num_steps(client.inner),
+          steps,
+          steps.num_steps(client.inner),
           beta,
           client_lib.seed_of(client, seed, Purpose.INNER_STEPS),
           problem.project_inner,
@@ -71,12 +70,8 @@ class LFedInn(InnerMethod):
     super().__init__(types, work, [self._update])
 
   def __call__(
-      self,
-      do: Executor,
-      x: ServerValue,
-      y: ServerValue,
-      learning_rate: ServerValue,
-      seed: ServerValue,
+      self, do: Executor, x: ServerValue, y: ServerValue,
+      learning_rate: ServerValue, seed: ServerValue,
   ) -> ServerValue:
     changes = do.round(self._update, SgdMessage(x, y, learning_rate, seed))
     do.measure(inner_loss=changes.metrics['inner_loss'])

@@ -11,12 +11,11 @@ grad_y f_i(x_{i,nu}, y).
 from typing import NamedTuple
 
 import tensorflow as tf
-import tensorflow_federated as tff
 
-from fednest_tff.algorithms import fed_ihgp, fed_out
+from fednest_tff.algorithms import fed_ihgp
 from fednest_tff.federated import method, process, server
 from fednest_tff.federated.aggregation import Factory
-from fednest_tff.federated.rounds import Answer, Executor, Round, ServerValue
+from fednest_tff.federated.rounds import Answer, Executor, Round
 from fednest_tff.federated.types import ClientWeighting, ProblemTypes
 from fednest_tff.local import client as client_lib
 from fednest_tff.local import derivatives, descent, local_hypergradient
@@ -41,7 +40,7 @@ class LocalDescentMessage(NamedTuple):
   seed: tf.Tensor
 
 
-class LFedOut(fed_out.OuterMethod):
+class LFedOut(server.OuterStepMethod):
   """LFedOut, alone or as a part of an epoch; see `build_lfed_out`."""
 
   def __init__(
@@ -53,10 +52,10 @@ class LFedOut(fed_out.OuterMethod):
       optimizer: server.Optimizer | None,
       inner_learning_rate: method.HyperParameter | None = None,
   ):
-    problem, work = types.problem, work.at_level('outer')
+    problem, steps = types.problem, work.at_level('outer').without_rate()
     chosen = fed_ihgp.solver_for(problem, solver)
 
-    @tff.tensorflow.computation(
+    @types.computation(
         LocalDescentMessage(
             types.outer, types.inner, types.scalar,
             fed_ihgp.smoothness_type(types, chosen), types.seed,
@@ -66,7 +65,7 @@ class LFedOut(fed_out.OuterMethod):
     def client_update(message: LocalDescentMessage, client: Client) -> Answer:
       x, y, alpha, smoothness, seed = message
       x_i = local_hypergradient.outer_steps(
-          problem, chosen, x, y, client, work, alpha, smoothness,
+          problem, chosen, x, y, client, steps, alpha, smoothness,
           client_lib.seed_of(client, seed, Purpose.OUTER_STEPS),
       )
       change, metrics = descent.change(x_i, x, problem.scalar_dtype)
@@ -77,28 +76,29 @@ class LFedOut(fed_out.OuterMethod):
     self._update = Round(
         'outer_update', types, client_update, 'outer_aggregator', aggregator
     )
-    smoothness = fed_ihgp.smoothness_hparams(
-        chosen, solver, inner_learning_rate
-    )
+    hparams = method.learning_rates(outer_learning_rate=work.learning_rate)
+    hparams |= fed_ihgp.smoothness_hparams(chosen, solver, inner_learning_rate)
     step = server.ServerStep(types, 'outer', 'LFedOut: x+', optimizer)
-    super().__init__(types, [self._update], work, smoothness, step)
+    super().__init__(types, [self._update], hparams, step)
 
-  def __call__(
-      self,
-      do: Executor,
-      optimizer: ServerValue,
-      x: ServerValue,
-      y: ServerValue,
-      learning_rate: ServerValue,
-      smoothness: ServerValue,
-      seed: ServerValue,
-  ) -> tuple[ServerValue, ServerValue]:
+  def epoch(
+      self, do: Executor, variables: method.Variables, plan: method.Plan
+  ) -> method.Variables:
+    """One call, at a fixed y."""
+    x, y, optimizer = variables
     changes = do.round(
         self._update,
-        LocalDescentMessage(x, y, learning_rate, smoothness, seed),
+        LocalDescentMessage(
+            x,
+            y,
+            plan.numbers['outer_learning_rate'],
+            plan.numbers.get('smoothness', ()),
+            plan.seeds[-1],
+        ),
     )
     do.measure(outer_loss=changes.metrics['outer_loss'])
-    return self._step(do, optimizer, x, changes)
+    optimizer, x = self.outer_step(do, optimizer, x, changes)
+    return method.Variables(x, y, optimizer)
 
 
 def build_lfed_out(

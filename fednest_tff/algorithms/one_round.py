@@ -10,7 +10,6 @@ import collections
 from typing import NamedTuple
 
 import tensorflow as tf
-import tensorflow_federated as tff
 
 from fednest_tff import options
 from fednest_tff.algorithms import fed_ihgp
@@ -19,7 +18,12 @@ from fednest_tff.federated.aggregation import Factory
 from fednest_tff.federated.rounds import Answer, Averaged, Executor, Round
 from fednest_tff.federated.types import ClientWeighting, ProblemTypes
 from fednest_tff.local import client as client_lib
-from fednest_tff.local import derivatives, descent, local_hypergradient
+from fednest_tff.local import (
+    derivatives,
+    descent,
+    inverse_hessian,
+    local_hypergradient,
+)
 from fednest_tff.local.client import Client
 from fednest_tff.local.descent import LocalWork
 from fednest_tff.local.inverse_hessian import InverseHessian
@@ -42,8 +46,53 @@ class OneRoundMessage(NamedTuple):
   seed: tf.Tensor
 
 
-class OneRound(method.Method):
-  """LFedNest-NonAlt or FedAvg-S; its state is the server optimizer's."""
+def message_type(
+    types: ProblemTypes, solver: inverse_hessian.Solver | None
+) -> OneRoundMessage:
+  """The TFF types of a `OneRoundMessage`."""
+  return OneRoundMessage(
+      types.outer,
+      types.inner,
+      types.scalar if types.problem.has_inner else (),
+      types.scalar,
+      fed_ihgp.smoothness_type(types, solver),
+      types.seed,
+  )
+
+
+def build_message(
+    variables: method.Variables, plan: method.Plan
+) -> OneRoundMessage:
+  """The message of an epoch."""
+  return OneRoundMessage(
+      variables.outer,
+      variables.inner,
+      plan.numbers.get('inner_learning_rate', ()),
+      plan.numbers['outer_learning_rate'],
+      plan.numbers.get('smoothness', ()),
+      plan.seeds[-1],
+  )
+
+
+def build_hparams(
+    problem: Problem,
+    inner: LocalWork,
+    outer: LocalWork,
+    solver: inverse_hessian.Solver | None,
+    wanted: InverseHessian,
+) -> dict[str, method.HyperParameter]:
+  """alpha, beta and l, as far as the problem and the solver need them."""
+  hparams = method.learning_rates(outer_learning_rate=outer.learning_rate)
+  if problem.has_inner:
+    hparams |= method.learning_rates(inner_learning_rate=inner.learning_rate)
+    hparams |= fed_ihgp.smoothness_hparams(
+        solver, wanted, hparams['inner_learning_rate']
+    )
+  return hparams
+
+
+class OneRound(server.OuterStepMethod):
+  """LFedNest-NonAlt or FedAvg-S; see the builders."""
 
   def __init__(
       self,
@@ -56,7 +105,7 @@ class OneRound(method.Method):
       aggregator: Factory | None,
       optimizer: server.Optimizer | None,
   ):
-    """Traces the computations; see the builders.
+    """Traces the computations.
 
     Args:
       types: The problem's types.
@@ -72,12 +121,8 @@ class OneRound(method.Method):
     options.check_count('inner_rounds', inner_rounds)
     inner, outer = inner.at_level('inner'), outer.at_level('outer')
     chosen = fed_ihgp.solver_for(problem, solver)
-    hparams = method.learning_rates(outer_learning_rate=outer.learning_rate)
-    if problem.has_inner:
-      hparams |= method.learning_rates(inner_learning_rate=inner.learning_rate)
-      hparams |= fed_ihgp.smoothness_hparams(
-          chosen, solver, hparams['inner_learning_rate']
-      )
+    hparams = build_hparams(problem, inner, outer, chosen, solver)
+    inner, outer = inner.without_rate(), outer.without_rate()
 
     def steps(
         message: OneRoundMessage, client: Client, seed: tf.Tensor
@@ -93,17 +138,7 @@ class OneRound(method.Method):
           *point, inner, outer, inner_rounds, *numbers, seed
       )
 
-    @tff.tensorflow.computation(
-        OneRoundMessage(
-            types.outer,
-            types.inner,
-            types.scalar if problem.has_inner else (),
-            types.scalar,
-            fed_ihgp.smoothness_type(types, chosen),
-            types.seed,
-        ),
-        types.client,
-    )
+    @types.computation(message_type(types, chosen), types.client)
     def client_update(message: OneRoundMessage, client: Client) -> Answer:
       x, y = message.outer, message.inner
       x_i, y_i = steps(
@@ -129,40 +164,16 @@ class OneRound(method.Method):
     self._inner_step = None
     if problem.has_inner:
       self._inner_step = server.ServerStep(types, 'inner', 'y+')
-    self._outer_step = server.ServerStep(types, 'outer', 'x+', optimizer)
+    step = server.ServerStep(types, 'outer', 'x+', optimizer)
     # As in the other methods, the last of T + 1 seeds is that of the outer
     # steps.
-    super().__init__(types, [self._update], hparams, inner_rounds + 1)
-
-  def initial_state(
-      self, x: Structure, y: Structure, numbers: method.Numbers, seed: tf.Tensor
-  ) -> Structure:
-    return self._outer_step.initial_state()
-
-  def get_hparams(self, method_state: Structure) -> dict[str, Structure]:
-    return self._outer_step.get_hparams(method_state)
-
-  def set_hparams(
-      self, method_state: Structure, hparams: dict[str, Structure]
-  ) -> Structure:
-    return self._outer_step.set_hparams(method_state, hparams)
+    super().__init__(types, [self._update], hparams, step, inner_rounds + 1)
 
   def epoch(
       self, do: Executor, variables: method.Variables, plan: method.Plan
   ) -> method.Variables:
-    x, y = variables.outer, variables.inner
-    numbers = plan.numbers
-    update = do.round(
-        self._update,
-        OneRoundMessage(
-            x,
-            y,
-            numbers.get('inner_learning_rate', ()),
-            numbers['outer_learning_rate'],
-            numbers.get('smoothness', ()),
-            plan.seeds[-1],
-        ),
-    )
+    x, y, optimizer = variables
+    update = do.round(self._update, build_message(variables, plan))
     changes = {
         level: Averaged(
             update.value[k],
@@ -174,9 +185,7 @@ class OneRound(method.Method):
     if self._inner_step is not None:
       do.measure(inner_loss=update.metrics['inner_loss'])
       y = self._inner_step(do, (), y, changes['inner'])[1]
-    optimizer, x = self._outer_step(
-        do, variables.method, x, changes['outer']
-    )
+    optimizer, x = self.outer_step(do, optimizer, x, changes['outer'])
     return method.Variables(x, y, optimizer)
 
 

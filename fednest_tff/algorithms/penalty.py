@@ -17,7 +17,7 @@ second derivative is taken. At the solution y - w is about H^-1 grad_y f /
 lambda, so the direction of x is the hypergradient up to an error of order
 1 / lambda: doubling lambda halves it.
 
-Where readings differ: w starts where y does; the step of y is divided by
+Where readings differ: w starts where y does; the step size of y is divided by
 lambda, that of w is not; both terms in g of a local step have the same
 minibatch.
 """
@@ -79,17 +79,17 @@ def build_penalty(
     )
   if not callable(penalty):
     options.check_positive('penalty', penalty, 'or a function of the epoch')
-  found = Penalty(
+  penalty_method = Penalty(
       'Penalty',
       types,
       work,
       server,
-      None,
-      False,
-      aggregator,
-      lambda number, at, batch: local.penalty_direction(
+      coefficients=None,
+      normalize=False,
+      aggregator=aggregator,
+      direction=lambda number, at, batch: local.penalty_direction(
           problem, number, at, batch
       ),
-      method.learning_rates(penalty=penalty),
+      number=method.learning_rates(penalty=penalty),
   )
-  return process.build_process(found, seed)
+  return process.build_process(penalty_method, seed)

@@ -31,10 +31,9 @@ S. Levine, NeurIPS 2019), there with inner steps from x.
 from collections.abc import Callable
 
 import tensorflow as tf
-import tensorflow_federated as tff
 
 from fednest_tff import options, vector_space
-from fednest_tff.algorithms import fed_ihgp
+from fednest_tff.algorithms import fed_ihgp, one_round
 from fednest_tff.algorithms.one_round import OneRoundMessage
 from fednest_tff.federated import method, process, server
 from fednest_tff.federated.aggregation import Factory
@@ -50,8 +49,8 @@ from fednest_tff.problems import Batch, Problem
 from fednest_tff.vector_space import Structure
 
 
-class Personal(method.Method):
-  """The method; its state is the server optimizer's. See `build_personal`."""
+class Personal(server.OuterStepMethod):
+  """The method; see `build_personal`."""
 
   def __init__(
       self,
@@ -65,25 +64,10 @@ class Personal(method.Method):
     problem = types.problem
     inner, outer = inner.at_level('inner'), outer.at_level('outer')
     chosen = fed_ihgp.solver_for(problem, solver)
-    hparams = method.learning_rates(
-        outer_learning_rate=outer.learning_rate,
-        inner_learning_rate=inner.learning_rate,
-    )
-    hparams |= fed_ihgp.smoothness_hparams(
-        chosen, solver, hparams['inner_learning_rate']
-    )
+    hparams = one_round.build_hparams(problem, inner, outer, chosen, solver)
+    inner, outer = inner.without_rate(), outer.without_rate()
 
-    @tff.tensorflow.computation(
-        OneRoundMessage(
-            types.outer,
-            types.inner,
-            types.scalar,
-            types.scalar,
-            fed_ihgp.smoothness_type(types, chosen),
-            types.seed,
-        ),
-        types.client,
-    )
+    @types.computation(one_round.message_type(types, chosen), types.client)
     def client_update(message: OneRoundMessage, client: Client) -> Answer:
       x, start, beta, alpha, smoothness, seed = message
       x_i, y_i = personal_steps.personal_steps(
@@ -101,43 +85,19 @@ class Personal(method.Method):
     self._update = Round(
         'personal_update', types, client_update, 'outer_aggregator', aggregator
     )
-    self._step = server.ServerStep(types, 'outer', 'Personal: x+', optimizer)
-    super().__init__(types, [self._update], hparams)
-
-  def initial_state(
-      self, x: Structure, y: Structure, numbers: method.Numbers, seed: tf.Tensor
-  ) -> Structure:
-    return self._step.initial_state()
-
-  def get_hparams(self, method_state: Structure) -> dict[str, Structure]:
-    return self._step.get_hparams(method_state)
-
-  def set_hparams(
-      self, method_state: Structure, hparams: dict[str, Structure]
-  ) -> Structure:
-    return self._step.set_hparams(method_state, hparams)
+    step = server.ServerStep(types, 'outer', 'Personal: x+', optimizer)
+    super().__init__(types, [self._update], hparams, step)
 
   def epoch(
       self, do: Executor, variables: method.Variables, plan: method.Plan
   ) -> method.Variables:
     x, start, optimizer = variables
-    numbers = plan.numbers
-    changes = do.round(
-        self._update,
-        OneRoundMessage(
-            x,
-            start,
-            numbers['inner_learning_rate'],
-            numbers['outer_learning_rate'],
-            numbers.get('smoothness', ()),
-            plan.seeds[0],
-        ),
-    )
+    changes = do.round(self._update, one_round.build_message(variables, plan))
     do.measure(**{
         name: changes.metrics[name]
         for name in ('outer_loss', 'inner_loss', 'inner_distance')
     })
-    optimizer, x = self._step(do, optimizer, x, changes)
+    optimizer, x = self.outer_step(do, optimizer, x, changes)
     return method.Variables(x, start, optimizer)
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
-import tensorflow_federated as tff
 
 from fednest_tff import vector_space
 from fednest_tff.federated.aggregation import Aggregation, GlobalGradients
@@ -56,6 +55,12 @@ class ProductMessage(NamedTuple):
   seed: tf.Tensor
 
 
+def _divide_by_shares(value: Structure) -> Structure:
+  """The chains' means over their S_n, from those over all clients."""
+  scaled, shares = value
+  return tuple(map(vector_space.scale, [1 / s for s in shares], scaled))
+
+
 class ProductRounds:
   """The rounds of FedIHGP.
 
@@ -63,6 +68,7 @@ class ProductRounds:
     gradient: b.
     product: H v.
     vector_type: Type of v: that of y, or a tuple with one per chain.
+    means: From a round's mean value to the means over S_n; in TensorFlow.
   """
 
   def __init__(
@@ -83,14 +89,15 @@ class ProductRounds:
       may_be_unwanted: Whether a product's index can be negative.
       num_chains: S.
     """
-    if not 0.0 < participation <= 1.0:
+    is_number = isinstance(participation, (int, float))
+    if not is_number or not 0.0 < participation <= 1.0:
       raise ValueError(
           f'`participation` must be in (0, 1]; got {participation!r}.'
       )
-    problem = types.problem
-    nothing: Numbers = collections.OrderedDict()  # No metrics.
+    problem, batch_size = types.problem, gradients.batch_size
+    has_shares = participation < 1.0 and num_chains > 1
     self._num_chains = num_chains
-    self._has_shares = participation < 1.0 and num_chains > 1
+    self.means = _divide_by_shares if has_shares else vector_space.identity
     self.vector_type: ServerValue = types.inner
     if num_chains > 1:
       self.vector_type = (types.inner,) * num_chains
@@ -115,9 +122,11 @@ class ProductRounds:
       between them: it is sent along, and the server divides by its mean.
       """
 
+      nothing: Numbers = collections.OrderedDict()  # No metrics.
+
       def sample(features: Features, chain_seed: tf.Tensor) -> Features:
         return client_lib.sample(
-            client, features, gradients.batch_size, chain_seed,
+            client, features, batch_size, chain_seed,
             sampling.neumann_sample(index),
         )
 
@@ -134,13 +143,13 @@ class ProductRounds:
           compute(k, functools.partial(sample, chain_seed=own))
           for k, own in enumerate(seeds)
       )
-      if not self._has_shares:
+      if not has_shares:
         return values, nothing, client.weight
       shares = tuple(share(client, own, index) for own in seeds)
       scaled = tuple(map(vector_space.scale, shares, values))
       return (scaled, shares), nothing, client.weight
 
-    @tff.tensorflow.computation(
+    @types.computation(
         PointMessage(types.outer, types.inner, types.seed),
         types.features, types.client,
     )
@@ -155,7 +164,7 @@ class ProductRounds:
           ),
       )
 
-    @tff.tensorflow.computation(
+    @types.computation(
         ProductMessage(
             types.outer, types.inner, self.vector_type, np.int32, types.seed
         ),
@@ -192,7 +201,7 @@ class ProductRounds:
     shared = Aggregation(
         'ihgp', types, value_type, 'gradient_aggregator',
         gradients.aggregator,
-        uniform=participation == 1.0 or self._has_shares,
+        uniform=participation == 1.0 or has_shares,
     )
     self.gradient = Round(
         'ihgp_gradient', types, client_gradient, aggregation=shared
@@ -200,13 +209,6 @@ class ProductRounds:
     self.product = Round(
         'ihgp_product', types, client_product, aggregation=shared
     )
-
-  def means(self, value: Structure) -> Structure:
-    """The means over S_n, from a round's mean value; in TensorFlow."""
-    if not self._has_shares:
-      return value
-    scaled, shares = value
-    return tuple(map(vector_space.scale, [1 / s for s in shares], scaled))
 
   def per_chain(self, vector: Structure) -> Structure:
     """`vector`, once per chain if there are several."""

@@ -134,9 +134,10 @@ class SimFBO(simultaneous.SimultaneousMethod):
       coefficients: a_k; `None` for 1.
       normalize: ShroFBO if true, else SimFBO.
       aggregator: Factory for the clients' h_i.
-      direction: From the number that clients are sent (`()` without one), a
-        point and minibatches to directions.
-      number: That number as a hyper-parameter, or nothing.
+      direction: (number, point, minibatches) -> directions.
+      number: That number, such as lambda of the penalty method, as a
+        hyper-parameter by its name. Empty if the directions need none; then
+        they are called with `()`.
     """
     problem = types.problem
     per_client = work.per_client()
@@ -150,7 +151,7 @@ class SimFBO(simultaneous.SimultaneousMethod):
       radius['radius'] = method.HyperParameter(float(steps.radius or 'inf'))
     self._number = next(iter(number), None)
 
-    @tff.tensorflow.computation(
+    @types.computation(
         simultaneous.message_type(types, types.scalar if number else ()),
         types.client,
     )
@@ -263,8 +264,10 @@ def _build(
       coefficients,
       normalize,
       aggregator,
-      lambda _, at, batch: local.nested_direction(problem, at, batch),
-      {},
+      direction=lambda _, at, batch: local.nested_direction(
+          problem, at, batch
+      ),
+      number={},
   )
   return process.build_process(sim_fbo, seed)
 
@@ -307,7 +310,8 @@ def build_sim_fbo(
     problem: Any problem.
     work: eta, tau_i and the minibatches. A step size of 0 keeps a variable
       where it is on the clients, and at the server, too, unless `server` has a
-      step size for it.
+      step size for it. `divide_by_local_steps` divides a_k by tau_i, and so
+      what clients send.
     server: gamma and r, or optimizers.
     coefficients: a_k from k and tau_i, two int32 scalars; `None` for 1.
     aggregator: A `tff.aggregators` factory for the clients' h_i in place of the

@@ -5,7 +5,7 @@ from fednest_tff.data.federated import (
     FederatedImages,
     federate,
 )
-from fednest_tff.data.images import DataError, LabelledImages
+from fednest_tff.data.images import DataError, LabelledImages, fingerprint
 from fednest_tff.data.partitions import PARTITIONS, long_tail, partition
 from fednest_tff.data.sources import DATASETS, load
 
@@ -17,6 +17,7 @@ __all__ = [
     'FederatedImages',
     'LabelledImages',
     'federate',
+    'fingerprint',
     'load',
     'long_tail',
     'partition',

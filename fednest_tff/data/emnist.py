@@ -6,7 +6,7 @@ import os
 import pathlib
 import socket
 import tempfile
-from typing import TypeAlias
+from typing import Any, TypeAlias
 import zipfile
 
 import numpy as np
@@ -20,7 +20,9 @@ from fednest_tff.data.images import (
     LabelledImages,
     Labels,
     brief,
+    check_file,
     check_labels,
+    check_size,
     to_unit,
 )
 
@@ -82,7 +84,7 @@ def _join(train: _Part, test: _Part, only_digits: bool) -> LabelledImages:
 
 
 def _find(data_dir: pathlib.Path) -> pathlib.Path:
-  if data_dir.is_file():
+  if data_dir.exists() and not data_dir.is_dir():
     return data_dir
   if not data_dir.is_dir():
     raise DataError(f'`data_dir`={data_dir} does not exist; {LAYOUT}.')
@@ -105,6 +107,7 @@ def _read_npz(path: pathlib.Path) -> dict[str, Integers]:
   keys.append('writer_ids')
   try:
     # `np.load` takes anything that is no zip for a pickle, and says so.
+    check_file(path)
     if not zipfile.is_zipfile(path):
       raise DataError(
           f'{path}: no .npz file, or one cut short; fetch it again. {LAYOUT}.'
@@ -113,6 +116,8 @@ def _read_npz(path: pathlib.Path) -> dict[str, Integers]:
       missing = [key for key in keys if key not in archive.files]
       if missing:
         raise DataError(f'{path}: lacks {", ".join(missing)}; {LAYOUT}.')
+      for key in keys:
+        _check_member(path, archive, key)
       return {key: archive[key] for key in keys}
   except DataError:
     raise
@@ -121,6 +126,30 @@ def _read_npz(path: pathlib.Path) -> dict[str, Integers]:
     raise DataError(
         f'{path}: damaged ({brief(error)}); fetch it again. {LAYOUT}.'
     ) from error
+
+
+def _check_member(path: pathlib.Path, archive: Any, key: str) -> None:
+  """Refuses what is no array, or unpacks to more than its header promises."""
+  with archive.zip.open(f'{key}.npy') as file:
+    try:
+      version = np.lib.format.read_magic(file)
+      read = getattr(
+          np.lib.format, f'read_array_header_{version[0]}_{version[1]}'
+      )
+      shape, _, dtype = read(file)
+    except (AttributeError, ValueError) as error:
+      raise DataError(
+          f'{path}: {key} is not an array ({brief(error)}); {LAYOUT}.'
+      ) from error
+    promised = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    unpacked = archive.zip.getinfo(f'{key}.npy').file_size - file.tell()
+  check_size(path, promised)
+  # Objects are refused when they are read.
+  if unpacked != promised and not dtype.hasobject:
+    raise DataError(
+        f'{path}: {key} has {unpacked} bytes where its header promises'
+        f' {promised}; fetch it again. {LAYOUT}.'
+    )
 
 
 def _check_part(

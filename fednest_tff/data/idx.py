@@ -14,12 +14,15 @@ from fednest_tff.data.images import (
     LabelledImages,
     Labels,
     brief,
+    check_file,
     check_labels,
+    check_size,
     to_unit,
 )
 
 _NUM_CLASSES = 10
 _GZIP = b'\x1f\x8b'
+_PART = 2**20
 
 # The magic number says: unsigned bytes, in so many dimensions.
 _IMAGES_MAGIC = 0x0803
@@ -99,9 +102,9 @@ def read(path: pathlib.Path, magic: int) -> npt.NDArray[np.uint8]:
   Returns:
     uint8, shaped as the header says.
   """
-  content = _read_bytes(path)
   num_dims = magic & 0xFF
   header = 4 * (1 + num_dims)
+  content = _read_bytes(path, header)
   found = struct.unpack('>I', content[:4])[0] if len(content) >= 4 else None
   if found is not None and found != magic:
     raise DataError(
@@ -115,10 +118,15 @@ def read(path: pathlib.Path, magic: int) -> npt.NDArray[np.uint8]:
     )
   shape = struct.unpack(f'>{num_dims}I', content[4:header])
   expected = header + int(np.prod(shape, dtype=object))
+  check_size(path, expected)
+  content = _read_bytes(path, expected + 1)
   if len(content) != expected:
-    what = 'cut short' if len(content) < expected else 'too long'
+    what, more = (
+        ('cut short', '') if len(content) < expected
+        else ('too long', ' or more')
+    )
     raise DataError(
-        f'{path}: {what}, {len(content)} bytes where its header promises'
+        f'{path}: {what}, {len(content)} bytes{more} where its header promises'
         f' {expected}; fetch it again. {LAYOUT}.'
     )
   if 0 in shape:
@@ -126,15 +134,24 @@ def read(path: pathlib.Path, magic: int) -> npt.NDArray[np.uint8]:
   return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
-def _read_bytes(path: pathlib.Path) -> bytes:
+def _read_bytes(path: pathlib.Path, limit: int) -> bytes:
+  """The first bytes of a file, decompressed; no more than that is unpacked."""
+  check_file(path)
   try:
-    content = path.read_bytes()
+    with path.open('rb') as plain:
+      is_compressed = plain.read(len(_GZIP)) == _GZIP
+      if not is_compressed:
+        plain.seek(0)
+        return plain.read(min(limit, path.stat().st_size + 1))
   except OSError as error:
     raise DataError(f'{path}: cannot be read ({brief(error)}).') from error
-  if not content.startswith(_GZIP):
-    return content
   try:
-    return gzip.decompress(content)
+    # In parts, since a read takes all the memory that it is asked for.
+    content = bytearray()
+    with gzip.open(path, 'rb') as unpacked:
+      while part := unpacked.read(min(_PART, limit - len(content))):
+        content += part
+    return bytes(content)
   except (EOFError, OSError, zlib.error) as error:
     raise DataError(
         f'{path}: cut short or damaged gzip ({brief(error)}); fetch it again.'

@@ -1,5 +1,7 @@
 """What every source of images gives, and the error that all of them raise."""
 
+import hashlib
+import pathlib
 import re
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,6 +12,7 @@ Images: TypeAlias = npt.NDArray[np.float32]
 Labels: TypeAlias = npt.NDArray[np.int32]
 # Integers of any width.
 Integers: TypeAlias = npt.NDArray[np.integer[Any]]
+_LARGEST_FILE = 2**32
 
 
 class DataError(ValueError):
@@ -42,6 +45,16 @@ class LabelledImages(NamedTuple):
   test_writers: Labels | None = None
 
 
+def fingerprint(images: LabelledImages) -> str:
+  """A hash of all images, labels and writers, the same wherever they are."""
+  found = hashlib.sha256()
+  for name, value in images._asdict().items():
+    array = np.asarray(value) if value is not None else np.zeros(0)
+    found.update(f'{name} {array.dtype} {array.shape}\n'.encode())
+    found.update(np.ascontiguousarray(array).data)
+  return found.hexdigest()
+
+
 def to_unit(images: Integers) -> Images:
   """From uint8 to float32 in [0, 1]."""
   return images.astype(np.float32) / np.float32(255)
@@ -66,3 +79,21 @@ def brief(error: BaseException) -> str:
   if len(text) > 200:
     text = text[:200] + '...'
   return f'{type(error).__name__}: {text}' if text else type(error).__name__
+
+
+def check_file(path: pathlib.Path) -> None:
+  """Raises a `DataError` if something that is there is no plain file.
+
+  A pipe, for example, would be waited for without end.
+  """
+  if path.exists() and not path.is_file():
+    raise DataError(f'{path}: cannot be read (it is not a file).')
+
+
+def check_size(path: pathlib.Path, size: int) -> None:
+  """Raises a `DataError` if a file promises more than it can sensibly hold."""
+  if size > _LARGEST_FILE:
+    raise DataError(
+        f'{path}: its header promises {size} bytes, more than the'
+        f' {_LARGEST_FILE} that are read; the file is damaged.'
+    )

@@ -12,6 +12,7 @@ PARTITIONS = ('iid', 'shards', 'dirichlet', 'writers')
 _MIN_EXAMPLES = 2
 
 _SHARDS_PER_CLIENT = 2
+_SMALLEST_ALPHA = 1e-6
 
 # Keep the streams of one seed apart.
 _PARTITION_SALT = 1
@@ -143,6 +144,12 @@ def _dirichlet(
 ) -> list[Integers]:
   if not (math.isfinite(alpha) and alpha > 0):
     raise DataError(f'`dirichlet_alpha`={alpha} must be positive and finite.')
+  if alpha < _SMALLEST_ALPHA:
+    # To draw from it takes the longer, the smaller it is.
+    raise DataError(
+        f'`dirichlet_alpha`={alpha} must be at least {_SMALLEST_ALPHA}; there'
+        ' each class already has a single client.'
+    )
   # Beyond this, shares are equal to all digits, and the sum might overflow.
   alpha = min(alpha, 1e12)
   parts: list[list[int]] = [[] for _ in range(num_clients)]

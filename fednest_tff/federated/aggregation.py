@@ -1,11 +1,13 @@
 """Means over clients: `tff.federated_mean`, or a `tff.aggregators` factory."""
 
 import dataclasses
+import functools
 from typing import NamedTuple, TypeAlias
 
 import tensorflow_federated as tff
 
 from fednest_tff import options
+from fednest_tff.federated import averaging
 from fednest_tff.federated.types import ProblemTypes
 from fednest_tff.options import option
 
@@ -52,6 +54,14 @@ class Mean(NamedTuple):
   measurements: tff.Value | None
 
 
+@functools.cache
+def _build_no_state() -> tff.Computation:
+  """`( -> <>@SERVER)`: the state of a plain mean."""
+  return tff.federated_computation(
+      lambda: tff.federated_value((), tff.SERVER)
+  )
+
+
 class Aggregation:
   """How one quantity is averaged over the clients of a round.
 
@@ -89,9 +99,7 @@ class Aggregation:
     self._is_weighted = True
     if factory is None:
       self._process = None
-      self.initialize = tff.federated_computation(
-          lambda: tff.federated_value((), tff.SERVER)
-      )
+      self.initialize = _build_no_state()
       return
     if isinstance(factory, tff.aggregators.WeightedAggregationFactory):
       self._process = factory.create(value_type, types.scalar)
@@ -107,6 +115,12 @@ class Aggregation:
       raise ValueError(
           f'`{argument}` must be a tff.aggregators factory; got {factory!r}.'
       )
+    averaging.check(argument, factory)
+    averaging.check_type(
+        argument,
+        value_type,
+        self._process.next.type_signature.result.result.member,
+    )
     self.initialize = self._process.initialize
 
   def __call__(

@@ -9,6 +9,7 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from fednest_tff import options, vector_space
@@ -73,12 +74,34 @@ def learning_rates(
     if value is None:
       raise ValueError(f'`{name}` is missing.')
     if callable(value):
+      _check_schedule(name, value)
       found[name] = HyperParameter(1.0, _scheduled(name, value))
     else:
       if not (allow_zero and value == 0):
         options.check_positive(name, value, 'or a function of the epoch')
       found[name] = HyperParameter(float(value))
   return found
+
+
+def _check_schedule(name: str, schedule: Schedule) -> None:
+  """Refuses a function that gives no number for the first epoch."""
+  options.check_function(name, schedule, 'epoch')
+  try:
+    value = schedule(tf.constant(0))
+  except Exception as error:
+    raise ValueError(
+        f'`{name}` fails when it is tried in epoch 0:'
+        f' {type(error).__name__}: {" ".join(str(error).split())}'
+    ) from error
+  try:
+    number = np.asarray(value, np.float64)
+  except (TypeError, ValueError):
+    number = np.full(2, np.nan)
+  if number.ndim or not np.isfinite(number):
+    raise ValueError(
+        f'`{name}` as a function of the epoch must return a finite number; got'
+        f' {value!r}.'
+    )
 
 
 def _scheduled(

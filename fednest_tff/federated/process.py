@@ -17,7 +17,7 @@ from fednest_tff.federated.rounds import (
     ServerValue,
     build_round,
 )
-from fednest_tff.federated.types import at_clients
+from fednest_tff.federated.types import ProblemTypes, at_clients
 from fednest_tff.local import sampling
 from fednest_tff.local.client import Client
 from fednest_tff.vector_space import Structure
@@ -88,6 +88,14 @@ class NestedProcess(tff.learning.templates.LearningProcess):
     self.plan = plan
     self.sent_rounds = sent_rounds
 
+  def __repr__(self) -> str:
+    """The method, its rounds per epoch and the problem."""
+    name = type(self.method).__name__
+    return (
+        f'<NestedProcess, {name}: {len(self.sent_rounds)} rounds per epoch,'
+        f' {self.method.types.problem!r}>'
+    )
+
   @functools.cached_property
   def rounds(self) -> dict[str, tff.Computation]:
     return {
@@ -135,16 +143,40 @@ def _build_plan(method: Method, hparams_type: tff.Type) -> tff.Computation:
   return plan
 
 
-def _count_clients(clients: tff.Value) -> tff.Value:
+def _count_clients(types: ProblemTypes, clients: tff.Value) -> tff.Value:
   """Numbers of clients and examples; it shares the first round."""
 
-  @tff.tensorflow.computation(clients.type_signature.member)
+  @types.computation(types.client)
   def count(client: Client) -> Numbers:
     return collections.OrderedDict(
         num_clients=tf.constant(1, tf.int64), num_examples=client.num_examples
     )
 
   return tff.federated_sum(tff.federated_map(count, clients))
+
+
+def client_work_metrics(
+    metrics: dict[str, ServerValue]
+) -> dict[str, dict[str, ServerValue]]:
+  """Chooses what TFF's training program releases as the model's metrics.
+
+  `tff.learning.programs.train_model` takes them from
+  `metrics['client_work']['train']`, where TFF's own algorithms put them.
+
+  Args:
+    metrics: The epoch's metrics, by name.
+
+  Returns:
+    The metric `train`: the loss, of the outer level if it was measured, and the
+    number of examples.
+  """
+  train = collections.OrderedDict()
+  for name in ('outer_loss', 'inner_loss'):
+    if name in metrics:
+      train['loss'] = metrics[name]
+      break
+  train['num_examples'] = metrics['num_examples']
+  return collections.OrderedDict(train=train)
 
 
 def build_process(method: Method, seed: int) -> NestedProcess:
@@ -159,6 +191,8 @@ def build_process(method: Method, seed: int) -> NestedProcess:
   """
   if isinstance(seed, bool) or not isinstance(seed, int):
     raise ValueError(f'`seed` must be an integer; got {seed!r}.')
+  if not -(2**63) <= seed < 2**63:
+    raise ValueError(f'`seed` must fit into 64 bits; got {seed}.')
   types, problem = method.types, method.types.problem
   aggregations = {
       round_.aggregation.name: round_.aggregation for round_ in method.rounds
@@ -166,8 +200,8 @@ def build_process(method: Method, seed: int) -> NestedProcess:
 
   @tff.tensorflow.computation
   def initial_values() -> NestedState:
-    x = vector_space.tensors(problem.init_outer(seed))
-    y = vector_space.tensors(problem.init_inner(seed))
+    x = vector_space.constants(problem.init_outer(seed))
+    y = vector_space.constants(problem.init_inner(seed))
     key = tf.constant([seed, 0], tf.int64)
     numbers = collections.OrderedDict(
         (name, tf.constant(hparam.initial, problem.scalar_dtype))
@@ -199,8 +233,9 @@ def build_process(method: Method, seed: int) -> NestedProcess:
     do = InOneComputation(types, states, datasets)
     after = run_epoch(do, method, plan, before)
     sent_rounds[:] = do.sent_rounds
-    counts = _count_clients(do.clients)
+    counts = _count_clients(types, do.clients)
     do.measure(num_clients=counts.num_clients, num_examples=counts.num_examples)
+    do.measure(client_work=client_work_metrics(do.metrics))
     return tff.learning.templates.LearningProcessOutput(
         tff.federated_zip(after._replace(aggregators=do.aggregators)),
         tff.federated_zip(do.metrics),
@@ -208,11 +243,11 @@ def build_process(method: Method, seed: int) -> NestedProcess:
 
   weights_type = tff.to_type(NestedWeights(types.outer, types.inner))
 
-  @tff.tensorflow.computation(state_type.member)
+  @types.computation(state_type.member)
   def get_model_weights(state: NestedState) -> NestedWeights:
     return NestedWeights(state.outer, state.inner)
 
-  @tff.tensorflow.computation(state_type.member, weights_type)
+  @types.computation(state_type.member, weights_type)
   def set_model_weights(
       state: NestedState, weights: NestedWeights
   ) -> NestedState:

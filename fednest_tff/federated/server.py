@@ -1,13 +1,21 @@
 """The server's computations between rounds: steps on a variable, and checks."""
 
 import collections
+from collections.abc import Sequence
+import functools
 from typing import TypeAlias
 
 import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import vector_space
-from fednest_tff.federated.rounds import Averaged, Executor, ServerValue
+from fednest_tff.federated import method
+from fednest_tff.federated.rounds import (
+    Averaged,
+    Executor,
+    Round,
+    ServerValue,
+)
 from fednest_tff.federated.types import ProblemTypes
 from fednest_tff.local import descent
 from fednest_tff.vector_space import Structure
@@ -24,13 +32,20 @@ _METRICS = {
 }
 
 
+@functools.lru_cache(maxsize=128)
 def build_check(value_type: tff.Type, message: str) -> tff.Computation:
   """`(v -> <v, ||v||>)`, which fails with `message` unless v is finite."""
+  # Without clients that have examples, a mean is 0 / 0.
+  message += ' (and see that there are clients with examples)'
 
   @tff.tensorflow.computation(value_type)
   def check(value: Structure) -> tuple[Structure, tf.Tensor]:
     value = vector_space.check_finite(value, message)
-    return value, vector_space.norm(value)
+    # Of data of 1e38, say, the value is finite and its norm is not.
+    norm = vector_space.check_finite(
+        vector_space.norm(value), f'The norm overflows: {message}'
+    )
+    return value, norm
 
   return check
 
@@ -79,7 +94,7 @@ class ServerStep:
     def initial_state() -> Structure:
       return self.initial_state()
 
-    @tff.tensorflow.computation(
+    @types.computation(
         initial_state.type_signature.result, value_type, value_type,
         types.scalar,
     )
@@ -159,3 +174,35 @@ class ServerStep:
     )
     do.measure(**dict(zip(self._metrics, (drift, norm), strict=True)))
     return state, value
+
+
+class OuterStepMethod(method.Method):
+  """A method whose part of the state is that of the server's step on x.
+
+  Attributes:
+    outer_step: The server's step on x.
+  """
+
+  def __init__(
+      self,
+      types: ProblemTypes,
+      rounds: Sequence[Round],
+      hparams: dict[str, method.HyperParameter],
+      outer_step: ServerStep,
+      num_seeds: int = 1,
+  ):
+    super().__init__(types, rounds, hparams, num_seeds)
+    self.outer_step = outer_step
+
+  def initial_state(
+      self, x: Structure, y: Structure, numbers: method.Numbers, seed: tf.Tensor
+  ) -> Structure:
+    return self.outer_step.initial_state()
+
+  def get_hparams(self, method_state: Structure) -> dict[str, Structure]:
+    return self.outer_step.get_hparams(method_state)
+
+  def set_hparams(
+      self, method_state: Structure, hparams: dict[str, Structure]
+  ) -> Structure:
+    return self.outer_step.set_hparams(method_state, hparams)

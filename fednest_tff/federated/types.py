@@ -1,11 +1,13 @@
 """The TFF types of a problem, and how a dataset becomes a `Client`."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 import tensorflow_federated as tff
 
+from fednest_tff import options
+from fednest_tff.federated import tracing
 from fednest_tff.local import client as client_lib
 from fednest_tff.local import sampling
 from fednest_tff.problems import Problem
@@ -29,6 +31,7 @@ def _to_weighting(client_weighting: ClientWeighting) -> Weighting:
   if client_weighting in ('num_examples', num_examples):
     return sampling.num_examples
   if callable(client_weighting):
+    options.check_function('client_weighting', client_weighting, 'examples')
     return client_weighting
   raise ValueError(
       "`client_weighting` must be 'uniform', 'num_examples', a"
@@ -93,14 +96,14 @@ class ProblemTypes:
     self.dataset = tff.SequenceType(to_type(problem.element_spec))
     weighting = _to_weighting(client_weighting)
 
-    @tff.tensorflow.computation(self.dataset)
+    @self.computation(self.dataset)
     def read_client(dataset: tf.data.Dataset) -> client_lib.Client:
       return client_lib.from_dataset(problem, weighting, dataset)
 
     self.read_client = read_client
     self.client: tff.Type = read_client.type_signature.result
 
-    @tff.tensorflow.computation(self.outer, self.client)
+    @self.computation(self.outer, self.client)
     def represent(
         x: Structure, client: client_lib.Client
     ) -> client_lib.ClientFeatures:
@@ -108,6 +111,15 @@ class ProblemTypes:
 
     self._represent = represent
     self.features: tff.Type = represent.type_signature.result
+
+  def computation(
+      self, *parameter_types: Any
+  ) -> Callable[[Callable[..., Any]], tff.Computation]:
+    """Decorates a function of tensors, as `tff.tensorflow.computation` does.
+
+    What was traced for the same problem before is used again; see `tracing`.
+    """
+    return tracing.computation(self.problem, *parameter_types)
 
   def features_at_clients(self, x: tff.Value, clients: tff.Value) -> tff.Value:
     """The clients' features at x, both at the clients."""

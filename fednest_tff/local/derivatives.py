@@ -12,11 +12,16 @@ alone take features (`Problem.representation` at a fixed x); those that
 differentiate in x take batches, because features move with x.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
+import functools
+import traceback
+from typing import ParamSpec, TypeVar
 
 import tensorflow as tf
 
 from fednest_tff import vector_space
+from fednest_tff.local import forward
 from fednest_tff.problems import Batch, Features, Problem
 from fednest_tff.vector_space import Structure
 
@@ -54,6 +59,33 @@ def gradient(
   return value_and_gradient(function, at)[1]
 
 
+def _is_about_control_flow(error: Exception) -> bool:
+  """Whether it is what TensorFlow raises inside tf.cond and its relatives."""
+  if isinstance(error, TypeError):
+    return "<dtype: 'variant'> is not compatible" in str(error)
+  where = traceback.extract_tb(error.__traceback__)[-1].filename
+  return 'tensorflow' in where
+
+
+@contextlib.contextmanager
+def _along(
+    primals: Structure, tangents: Structure
+) -> Iterator[tf.autodiff.ForwardAccumulator]:
+  """An accumulator that names what TensorFlow cannot differentiate twice."""
+  try:
+    with forward.accumulator(primals, tangents) as accumulator:
+      yield accumulator
+  except (AssertionError, SystemError, TypeError) as error:
+    if not _is_about_control_flow(error):
+      raise
+    raise ValueError(
+        'The inner loss has a tf.cond, tf.while_loop or tf.map_fn, which'
+        ' TensorFlow cannot differentiate twice: use tf.where or'
+        " tf.vectorized_map, or method='penalty', which takes first derivatives"
+        ' only.'
+    ) from error
+
+
 def hessian_vector_product(
     function: Callable[[Structure], tf.Tensor],
     at: Structure,
@@ -61,9 +93,7 @@ def hessian_vector_product(
 ) -> Structure:
   """The Hessian of the scalar `function` at `at`, times `vector`."""
   at = _copy(at)
-  with tf.autodiff.ForwardAccumulator(
-      tf.nest.flatten(at), tf.nest.flatten(vector)
-  ) as accumulator:
+  with _along(at, vector) as accumulator:
     _, gradient_at = _gradient(function, at)
   return _tangent(accumulator, gradient_at)
 
@@ -80,9 +110,7 @@ def mixed_product(
   y moves along `vector`.
   """
   x, y = _copy(x), _copy(y)
-  with tf.autodiff.ForwardAccumulator(
-      tf.nest.flatten(y), tf.nest.flatten(vector)
-  ) as accumulator:
+  with _along(y, vector) as accumulator:
     _, gradient_x = _gradient(lambda at: function(at, y), x)
   return _tangent(accumulator, gradient_x)
 
@@ -99,6 +127,63 @@ def _tangent(
   return vector_space.tensors(tangent)
 
 
+# From 'gradient' or 'product' and a number of examples to an operation.
+Mark = Callable[[str, tf.Tensor], tf.Operation]
+
+_mark: Mark | None = None
+_P = ParamSpec('_P')
+_Result = TypeVar('_Result')
+
+
+@contextlib.contextmanager
+def marked(mark: Mark) -> Iterator[None]:
+  """Has the derivatives of losses that are traced meanwhile run an operation.
+
+  For counting: whenever one of the functions below is evaluated, so is the
+  operation that `mark` has made for it.
+
+  Args:
+    mark: Makes the operation, from 'gradient' (one pass back over a loss) or
+      'product' (a derivative of such a pass along a vector, which also gives
+      the gradient) and from how many examples the loss is a mean of.
+
+  Yields:
+    Nothing.
+  """
+  global _mark
+  before, _mark = _mark, mark
+  try:
+    yield
+  finally:
+    _mark = before
+
+
+def is_marked() -> bool:
+  """Whether derivatives that are traced now run an operation each."""
+  return _mark is not None
+
+
+def _counted(
+    kind: str,
+) -> Callable[[Callable[_P, _Result]], Callable[_P, _Result]]:
+  """Marks a function of which the last argument has the examples."""
+
+  def decorate(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
+    @functools.wraps(function)
+    def counted(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
+      result = function(*args, **kwargs)
+      if _mark is None:
+        return result
+      count = tf.shape(tf.nest.flatten(args[-1])[0])[0]
+      with tf.control_dependencies([_mark(kind, count)]):
+        return tf.nest.map_structure(tf.identity, result)
+
+    return counted
+
+  return decorate
+
+
+@_counted('gradient')
 def inner_gradient(
     problem: Problem, x: Structure, y: Structure, features: Features
 ) -> tuple[tf.Tensor, Structure]:
@@ -108,6 +193,7 @@ def inner_gradient(
   )
 
 
+@_counted('product')
 def inner_hessian_product(
     problem: Problem,
     x: Structure,
@@ -121,6 +207,7 @@ def inner_hessian_product(
   )
 
 
+@_counted('gradient')
 def outer_gradient_in_inner(
     problem: Problem, x: Structure, y: Structure, features: Features
 ) -> Structure:
@@ -141,6 +228,7 @@ def _inner_loss(
   return problem.inner_loss(x, y, problem.representation(x, batch))
 
 
+@_counted('gradient')
 def direct_gradient(
     problem: Problem, x: Structure, y: Structure, batch: Batch
 ) -> tuple[tf.Tensor, Structure]:
@@ -148,6 +236,7 @@ def direct_gradient(
   return value_and_gradient(lambda at: outer_loss(problem, at, y, batch), x)
 
 
+@_counted('gradient')
 def outer_gradients(
     problem: Problem, x: Structure, y: Structure, batch: Batch
 ) -> tuple[Structure, Structure]:
@@ -155,6 +244,7 @@ def outer_gradients(
   return gradient(lambda at: outer_loss(problem, at[0], at[1], batch), (x, y))
 
 
+@_counted('gradient')
 def inner_gradients(
     problem: Problem, x: Structure, y: Structure, batch: Batch
 ) -> tuple[Structure, Structure]:
@@ -162,6 +252,7 @@ def inner_gradients(
   return gradient(lambda at: _inner_loss(problem, at[0], at[1], batch), (x, y))
 
 
+@_counted('product')
 def inner_gradient_and_products(
     problem: Problem, x: Structure, y: Structure, v: Structure, batch: Batch
 ) -> tuple[Structure, Structure, Structure]:
@@ -171,14 +262,21 @@ def inner_gradient_and_products(
   one gradient in both variables, and one derivative of it along v.
   """
   at = _copy((x, y))
-  with tf.autodiff.ForwardAccumulator(
-      tf.nest.flatten(at[1]), tf.nest.flatten(v)
-  ) as accumulator:
+  with _along(at[1], v) as accumulator:
     _, gradients = _gradient(
         lambda at: _inner_loss(problem, at[0], at[1], batch), at
     )
   mixed, hessian = _tangent(accumulator, gradients)
   return gradients[1], hessian, mixed
+
+
+@_counted('product')
+def _inner_mixed_product(
+    problem: Problem, x: Structure, y: Structure, p: Structure, batch: Batch
+) -> Structure:
+  return mixed_product(
+      lambda x, y: _inner_loss(problem, x, y, batch), x, y, p
+  )
 
 
 def hypergradient(
@@ -206,7 +304,5 @@ def hypergradient(
   value, direct = direct_gradient(problem, x, y, outer_batch)
   if not problem.is_implicit:
     return value, direct
-  indirect = mixed_product(
-      lambda x, y: _inner_loss(problem, x, y, inner_batch), x, y, p
-  )
+  indirect = _inner_mixed_product(problem, x, y, p, inner_batch)
   return value, vector_space.subtract(direct, indirect)

@@ -79,7 +79,9 @@ class LocalWork:
           f'Give `{prefix}local_steps` or `{prefix}local_epochs`, not both; got'
           f' {self.steps!r} and {self.epochs!r}.'
       )
-    if self.steps is not None and not callable(self.steps):
+    if callable(self.steps):
+      options.check_function(f'{prefix}local_steps', self.steps, 'examples')
+    elif self.steps is not None:
       options.check_count(f'{prefix}local_steps', self.steps)
     if self.epochs is not None:
       options.check_count(f'{prefix}local_epochs', self.epochs)
@@ -91,10 +93,20 @@ class LocalWork:
       return dataclasses.replace(self, epochs=1)
     return dataclasses.replace(self, steps=1)
 
+  def without_rate(self) -> 'LocalWork':
+    """The steps alone: clients are sent their step size."""
+    return dataclasses.replace(self, learning_rate=None)
+
   def num_steps(self, examples: Structure) -> tf.Tensor:
     """tau_i (int32 scalar) of the client that holds `examples`."""
     if callable(self.steps):
-      return tf.cast(self.steps(examples), tf.int32)
+      number = tf.convert_to_tensor(self.steps(examples))
+      if number.dtype == tf.string or number.shape.rank:
+        raise ValueError(
+            '`local_steps` as a function of the examples must return a number;'
+            f' got {number.dtype.name}{number.shape}.'
+        )
+      return tf.cast(number, tf.int32)
     if self.steps is not None:
       return tf.constant(self.steps, tf.int32)
     per_epoch = sampling.steps_per_epoch(

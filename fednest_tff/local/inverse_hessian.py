@@ -73,6 +73,8 @@ class Solver(NamedTuple):
     vector: state -> v, the vector whose product H v is wanted next.
     advance: (state, H v, l) -> state. A state with no products left stays as
       it is.
+    residual: (state, l) -> b - H p, of a p of which it is known without
+      another product: that of conjugate gradient, or a Neumann sum.
     needs_smoothness: Whether l is used.
     stops_at_random: Whether the number of products is N', drawn at random.
     num_chains: How many chains it has, if it has several; see
@@ -83,6 +85,7 @@ class Solver(NamedTuple):
   start: Callable[[Structure, tf.Tensor, tf.Tensor], SolverState]
   vector: Callable[[SolverState], Structure]
   advance: Callable[[SolverState, Structure, tf.Tensor], SolverState]
+  residual: Callable[[SolverState, tf.Tensor], Structure]
   needs_smoothness: bool = True
   stops_at_random: bool = False
   num_chains: int = 1
@@ -114,7 +117,15 @@ def _stochastic(num_terms: int) -> Solver:
     return state._replace(p=p)
 
   return Solver(
-      num_terms, start, lambda state: state.p, advance, stops_at_random=True
+      num_terms,
+      start,
+      lambda state: state.p,
+      advance,
+      # (I - H/l)^N' b, what a Neumann sum of N' terms leaves.
+      lambda state, smoothness: vector_space.scale(
+          smoothness / num_terms, state.p
+      ),
+      stops_at_random=True,
   )
 
 
@@ -135,7 +146,15 @@ def _truncated(num_terms: int) -> Solver:
     term = vector_space.add_scaled(state.memory, -1 / smoothness, product)
     return state._replace(p=vector_space.add(state.p, term), memory=term)
 
-  return Solver(num_terms, start, lambda state: state.memory, advance)
+  return Solver(
+      num_terms,
+      start,
+      lambda state: state.memory,
+      advance,
+      # (I - H/l)^(N-1) b, what the sum without its last term leaves. What the
+      # whole sum leaves would take another product.
+      lambda state, smoothness: vector_space.scale(smoothness, state.memory),
+  )
 
 
 def _conjugate_gradient(num_terms: int) -> Solver:
@@ -172,6 +191,7 @@ def _conjugate_gradient(num_terms: int) -> Solver:
       start,
       lambda state: state.memory[1],
       advance,
+      lambda state, smoothness: state.memory[0],
       needs_smoothness=False,
   )
 
@@ -190,6 +210,7 @@ def identity_solver() -> Solver:
       start,
       lambda state: state.p,
       lambda state, product, smoothness: state,
+      lambda state, smoothness: vector_space.zeros_like(state.p),
       needs_smoothness=False,
   )
 
@@ -247,6 +268,9 @@ def independent_chains(solver: Solver, num_chains: int) -> Solver:
       start=start,
       vector=lambda state: tuple(map(solver.vector, state.memory)),
       advance=advance,
+      residual=lambda state, smoothness: tuple(
+          solver.residual(chain, smoothness) for chain in state.memory
+      ),
       num_chains=num_chains,
   )
 
@@ -273,7 +297,7 @@ def build_solver(ihgp: Kind, neumann_terms: int) -> Solver:
   Returns:
     A `Solver`.
   """
-  if ihgp not in _SOLVERS:
+  if not isinstance(ihgp, str) or ihgp not in _SOLVERS:
     raise ValueError(
         f'`ihgp` must be one of {sorted(_SOLVERS)}; got {ihgp!r}.'
     )

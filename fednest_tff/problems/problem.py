@@ -17,7 +17,7 @@ Variables are nested structures of float tensors. A loss takes them and a dense
 batch, `element_spec` with a leading axis, and returns the mean over the batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 import dataclasses
 from typing import NewType
 
@@ -26,6 +26,7 @@ import tensorflow as tf
 from fednest_tff import vector_space
 from fednest_tff.problems import splits, validation
 from fednest_tff.problems.projections import Projection
+from fednest_tff.problems.validation import describe
 from fednest_tff.vector_space import Structure
 
 # Dense examples: the structure of `element_spec` with a leading axis. It is a
@@ -43,8 +44,11 @@ LossOfBatch = Callable[[Structure, Structure, Structure], tf.Tensor]
 LossWithoutInner = Callable[[Structure, Structure], tf.Tensor]
 Map = Callable[[Structure, Structure], Structure]
 
+# The parameters of a loss.
+_ALL = ('x', 'y', 'batch')
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Problem:
   """A nested problem; made by the builders of this module, not by hand.
 
@@ -70,6 +74,8 @@ class Problem:
     hessian_is_identity: Whether the inner Hessian is I, so that H^-1 is known.
     inner_is_personal: Whether each client has its own inner solution y_i*(x);
       y is then where clients start from.
+    computations: Computations that were traced for the problem; they are used
+      again by the next process that needs them.
   """
 
   kind: str
@@ -88,6 +94,19 @@ class Problem:
   is_implicit: bool
   hessian_is_identity: bool
   inner_is_personal: bool = False
+  computations: dict[Hashable, object] = dataclasses.field(
+      default_factory=dict, init=False, repr=False, compare=False
+  )
+
+  def __repr__(self) -> str:
+    """Its kind, and the tensors of x, y and an example."""
+    parts = {'x': self.outer_spec, 'y': self.inner_spec}
+    parts['example'] = self.element_spec
+    texts = [
+        f'{name}={describe(spec)}' for name, spec in parts.items()
+        if name != 'y' or self.has_inner
+    ]
+    return f'<Problem, {self.kind}: {", ".join(texts)}>'
 
   @property
   def has_representation(self) -> bool:
@@ -125,7 +144,7 @@ def _build(
     is_implicit: bool = False,
     hessian_is_identity: bool = False,
     inner_is_personal: bool = False,
-    losses: dict[str, Loss],
+    losses: dict[str, tuple[Callable[..., tf.Tensor], tuple[str, ...]]],
 ) -> Problem:
   """Makes a problem and checks it at its initial point.
 
@@ -144,7 +163,8 @@ def _build(
     is_implicit: Whether the hypergradient has an indirect part.
     hessian_is_identity: Whether the inner Hessian is I.
     inner_is_personal: Whether each client has its own inner solution.
-    losses: The losses to check, by the names of the arguments they came from.
+    losses: The functions to check, by the names of the arguments that they
+      are, and the names of their parameters: x, y and the batch, or some.
 
   Returns:
     The problem.
@@ -158,7 +178,7 @@ def _build(
       init_inner=init_inner,
       element_spec=element_spec,
       split=splits.to_split(split),
-      representation=representation or _identity,
+      representation=_identity if representation is None else representation,
       project_outer=_or_identity(project_outer),
       project_inner=_or_identity(project_inner),
       outer_spec=validation.check_variable('init_outer', init_outer),
@@ -176,9 +196,14 @@ def _build(
   x, y = vector_space.tensors((init_outer(0), init_inner(0)))
   validation.check_projection('outer', problem.project_outer, x)
   validation.check_projection('inner', problem.project_inner, y)
-  features = validation.check_representation(problem.representation, x, batch)
-  for name, loss in losses.items():
-    validation.check_loss(name, loss, x, y, features)
+  features: Structure = batch
+  if problem.has_representation:
+    features = validation.check_representation(
+        problem.representation, x, batch
+    )
+  known = dict(x=x, y=y, batch=features)
+  for name, (loss, parameters) in losses.items():
+    validation.check_loss(name, loss, **{k: known[k] for k in parameters})
   return problem
 
 
@@ -209,7 +234,9 @@ def bilevel(
     split: How a client's examples become its inner (training) and its outer
       (validation) examples: the fraction that is inner, 'same' to use all of
       them for both, or a function `examples -> (inner, outer)` of dense
-      examples.
+      examples. A fraction is drawn with a fixed seed, whatever the `seed` of
+      the process is, so that seeds are compared on the same validation
+      examples; `fednest_tff.splits.by_fraction(0.5, seed=1)` draws others.
     representation: Optional `(x, batch) -> features`. If given, both losses
       take its result in place of the batch. Features keep the leading axis,
       example by example, and carry all that the losses need (labels, too).
@@ -227,7 +254,9 @@ def bilevel(
       'bilevel', outer_loss, inner_loss, init_outer, init_inner, element_spec,
       split, representation=representation, project_outer=project_outer,
       is_implicit=True,
-      losses=dict(outer_loss=outer_loss, inner_loss=inner_loss),
+      losses=dict(
+          outer_loss=(outer_loss, _ALL), inner_loss=(inner_loss, _ALL)
+      ),
   )
 
 
@@ -261,7 +290,7 @@ def minimax(
       'minimax', loss, lambda x, y, batch: -loss(x, y, batch), init_outer,
       init_inner, element_spec, split, representation=representation,
       project_outer=project_outer, project_inner=project_inner,
-      losses=dict(loss=loss),
+      losses=dict(loss=(loss, _ALL)),
   )
 
 
@@ -302,7 +331,8 @@ def compositional(
   return _build(
       'compositional', loss, inner_loss, init_outer, init_inner, element_spec,
       split, project_outer=project_outer, is_implicit=True,
-      hessian_is_identity=True, losses=dict(outer_loss=loss),
+      hessian_is_identity=True,
+      losses=dict(outer_loss=(outer_loss, ('y', 'batch'))),
   )
 
 
@@ -332,7 +362,7 @@ def single_level(
   return _build(
       'single_level', outer_loss, lambda x, y, batch: tf.zeros([]), init_outer,
       lambda seed: (), element_spec, 'same', project_outer=project_outer,
-      has_inner=False, losses=dict(loss=outer_loss),
+      has_inner=False, losses=dict(loss=(loss, ('x', 'batch'))),
   )
 
 
@@ -370,5 +400,7 @@ def personal(
       'personal', outer_loss, inner_loss, init_outer, init_inner, element_spec,
       split, representation=representation, project_outer=project_outer,
       is_implicit=True, inner_is_personal=True,
-      losses=dict(outer_loss=outer_loss, inner_loss=inner_loss),
+      losses=dict(
+          outer_loss=(outer_loss, _ALL), inner_loss=(inner_loss, _ALL)
+      ),
   )

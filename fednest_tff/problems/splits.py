@@ -60,7 +60,7 @@ def to_split(split: SplitArgument) -> Split:
   """A split from what users may give: a fraction, 'same' or a function."""
   if callable(split):
     return split
-  if split == 'same':
+  if isinstance(split, str) and split == 'same':
     return same
   if isinstance(split, float):
     return by_fraction(split)

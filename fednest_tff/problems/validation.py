@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from fednest_tff import vector_space
+from fednest_tff import options, vector_space
+from fednest_tff.problems import tracing
 from fednest_tff.vector_space import Structure
 
 _PROBE_SIZE = 2
@@ -21,20 +22,70 @@ def _same_structure(a: Structure, b: Structure) -> bool:
   return True
 
 
-def _describe(spec: Structure) -> str:
+def describe(spec: Structure) -> str:
+  """Types and shapes of a structure of specs, in one line."""
   return str(
       tf.nest.map_structure(lambda s: f'{s.dtype.name}{list(s.shape)}', spec)
   )
 
 
-def _tensors(name: str, value: object) -> Structure:
-  """What the argument `name` returned, as tensors."""
+def _call(
+    name: str, function: Callable[..., object], **arguments: object
+) -> object:
+  """What the argument `name` returns for these arguments.
+
+  A variable that it uses would be lost: clients have no access to it.
+
+  Args:
+    name: Of the argument.
+    function: What was given for it.
+    **arguments: Its positional arguments, by what they are.
+
+  Returns:
+    What it returns.
+  """
+  options.check_function(name, function, *arguments)
+  with tf.GradientTape() as tape:
+    try:
+      value = function(*arguments.values())
+    except Exception as error:
+      reason = ' '.join(str(error).split())
+      raise ValueError(
+          f'`{name}` fails when it is tried: {type(error).__name__}: {reason}'
+      ) from error
+    leaves = tf.nest.flatten(value)
+    used = [leaf for leaf in leaves if isinstance(leaf, tf.Variable)]
+  for variable in (*used, *tape.watched_variables()):
+    raise ValueError(
+        f'`{name}` uses the tf.Variable {variable.name!r}, which would not'
+        ' change and whose value clients cannot read: make it a part of x or'
+        ' y, or a NumPy array.'
+    )
+  return value
+
+
+def _tensors(
+    name: str, function: Callable[..., object], **arguments: object
+) -> Structure:
+  """What the argument `name` returns, as tensors."""
+  value = _call(name, function, **arguments)
   try:
     return vector_space.tensors(value)
-  except (TypeError, ValueError) as error:
+  except Exception as error:  # TensorFlow raises many kinds here.
     raise ValueError(
         f'`{name}` must return tensors; got {value!r}.'
     ) from error
+
+
+def _traced(
+    name: str,
+    function: Callable[..., Structure],
+    check: Callable[[Structure], None] | None = None,
+    **arguments: Structure,
+) -> Structure:
+  """What the argument `name` returns, in a graph, as NumPy arrays."""
+  options.check_function(name, function, *arguments)
+  return tracing.run(name, function, *arguments.values(), check=check)
 
 
 def check_element_spec(element_spec: Structure) -> Structure:
@@ -57,7 +108,7 @@ def check_element_spec(element_spec: Structure) -> Structure:
 
 def check_variable(name: str, init: Callable[[int], Structure]) -> Structure:
   """The specs of the variable that `init` makes."""
-  value = _tensors(name, init(0))
+  value = _tensors(name, init, seed=0)
   leaves = tf.nest.flatten(value)
   if not leaves:
     raise ValueError(f'`{name}` returned an empty structure.')
@@ -69,13 +120,13 @@ def check_variable(name: str, init: Callable[[int], Structure]) -> Structure:
     if not np.all(np.isfinite(leaf.numpy())):
       raise ValueError(f'`{name}` returned a value that is not finite.')
   spec = vector_space.specs(value)
-  other = vector_space.specs(_tensors(name, init(1)))
+  other = vector_space.specs(_tensors(name, init, seed=1))
   if not _same_structure(spec, other) or (
       tf.nest.flatten(spec) != tf.nest.flatten(other)
   ):
     raise ValueError(
         f'`{name}` must return the same structure for every seed; got'
-        f' {_describe(spec)} and {_describe(other)}.'
+        f' {describe(spec)} and {describe(other)}.'
     )
   return spec
 
@@ -84,19 +135,23 @@ def check_projection(
     level: str, project: Callable[[Structure], Structure], value: Structure
 ) -> None:
   """Refuses a projection that does not fit the variable, or its start."""
+  if project is vector_space.identity:
+    return
   name = f'project_{level}'
-  if not callable(project):
-    raise ValueError(f'`{name}` must be a function; got {project!r}.')
-  projected = _tensors(name, project(value))
-  if not _same_structure(projected, value) or (
-      tf.nest.flatten(vector_space.specs(projected))
-      != tf.nest.flatten(vector_space.specs(value))
-  ):
-    raise ValueError(
-        f'`{name}` must return the structure that it was given,'
-        f' {_describe(vector_space.specs(value))}; got'
-        f' {_describe(vector_space.specs(projected))}.'
-    )
+  variable = {'outer': 'x', 'inner': 'y'}[level]
+
+  def check(projected: Structure) -> None:
+    if not _same_structure(projected, value) or (
+        tf.nest.flatten(vector_space.specs(projected))
+        != tf.nest.flatten(vector_space.specs(value))
+    ):
+      raise ValueError(
+          f'`{name}` must return the structure that it was given,'
+          f' {describe(vector_space.specs(value))}; got'
+          f' {describe(vector_space.specs(projected))}.'
+      )
+
+  projected = _traced(name, project, check, **{variable: value})
   moved = vector_space.norm(vector_space.subtract(projected, value)).numpy()
   scale = 1 + vector_space.norm(value).numpy()
   if not moved <= _FEASIBLE * scale:
@@ -122,24 +177,25 @@ def probe_batch(element_spec: Structure) -> Structure:
 
 
 def check_loss(
-    name: str, loss: Callable[..., tf.Tensor], *arguments: Structure
+    name: str, loss: Callable[..., tf.Tensor], **arguments: Structure
 ) -> None:
   """Refuses a loss that is no finite float scalar at the initial point."""
-  value = _tensors(name, loss(*arguments))
-  if not tf.is_tensor(value):
+
+  def check(value: Structure) -> None:
+    if tf.is_tensor(value) and value.shape.rank == 0 and (
+        value.dtype.is_floating
+    ):
+      return
     raise ValueError(
         f'`{name}` must return a float scalar, the mean over the batch; got'
-        f' {_describe(vector_space.specs(value))}.'
+        f' {describe(vector_space.specs(value))}.'
     )
-  if value.shape.rank != 0 or not value.dtype.is_floating:
+
+  value = _traced(name, loss, check, **arguments)
+  if not np.isfinite(value):
     raise ValueError(
-        f'`{name}` must return a float scalar, the mean over the batch; got'
-        f' {value.dtype.name}{list(value.shape)}.'
-    )
-  if not np.isfinite(value.numpy()):
-    raise ValueError(
-        f'`{name}` is {value.numpy()} at the initial point, on a batch of'
-        ' uniform floats and zero integers; it must be finite.'
+        f'`{name}` is {value} at the initial point, on a batch of uniform'
+        ' floats and zero integers; it must be finite.'
     )
 
 
@@ -154,17 +210,20 @@ def check_inner_map(
   check_variable('init_outer', init_outer)
   x = vector_space.tensors(init_outer(0))
   batch = probe_batch(check_element_spec(element_spec))
-  value = _tensors('inner_map', inner_map(x, batch))
-  spec = vector_space.specs(value)
-  if not _same_structure(spec, inner_spec) or (
-      tf.nest.flatten(spec) != tf.nest.flatten(inner_spec)
-  ):
-    raise ValueError(
-        '`inner_map` must return the structure of `init_inner`,'
-        f' {_describe(inner_spec)}; got {_describe(spec)}.'
-    )
+
+  def check(value: Structure) -> None:
+    spec = vector_space.specs(value)
+    if not _same_structure(spec, inner_spec) or (
+        tf.nest.flatten(spec) != tf.nest.flatten(inner_spec)
+    ):
+      raise ValueError(
+          '`inner_map` must return the structure of `init_inner`,'
+          f' {describe(inner_spec)}; got {describe(spec)}.'
+      )
+
+  value = _traced('inner_map', inner_map, check, x=x, batch=batch)
   for leaf in tf.nest.flatten(value):
-    if not np.all(np.isfinite(leaf.numpy())):
+    if not np.all(np.isfinite(leaf)):
       raise ValueError('`inner_map` is not finite at the initial point.')
 
 
@@ -172,14 +231,14 @@ def check_split(
     split: Callable[[Structure], tuple[Structure, Structure]], batch: Structure
 ) -> None:
   """Refuses a split whose parts are not examples like those it got."""
-  parts = split(batch)
+  parts = _call('split', split, examples=batch)
   if not isinstance(parts, tuple) or len(parts) != 2:
     raise ValueError(
         '`split` must return a pair, the inner and the outer examples; got'
         f' {type(parts).__name__}.'
     )
   for part in parts:
-    part = _tensors('split', part)
+    part = _tensors('split', lambda part: part, part=part)
     leaves = tf.nest.flatten(part)
     if (
         not _same_structure(part, batch)
@@ -192,8 +251,8 @@ def check_split(
     ):
       raise ValueError(
           '`split` must return examples of the structure it was given,'
-          f' {_describe(vector_space.specs(batch))}, with one leading axis;'
-          f' got {_describe(vector_space.specs(part))}.'
+          f' {describe(vector_space.specs(batch))}, with one leading axis;'
+          f' got {describe(vector_space.specs(part))}.'
       )
 
 
@@ -203,7 +262,9 @@ def check_representation(
     batch: Structure,
 ) -> Structure:
   """The features of `batch`, if they keep its leading axis."""
-  features = _tensors('representation', representation(x, batch))
+  features = vector_space.tensors(
+      _traced('representation', representation, x=x, batch=batch)
+  )
   for leaf in tf.nest.flatten(features):
     if leaf.shape.rank == 0 or leaf.shape[0] != _PROBE_SIZE:
       raise ValueError(

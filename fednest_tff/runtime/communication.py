@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow_federated as tff
 
+from fednest_tff.runtime.compiler import call_dominant
+
 _BROADCASTS = frozenset(['federated_broadcast'])
 _AGGREGATIONS = frozenset([
     'federated_aggregate',
@@ -105,7 +107,7 @@ def _sent_type(call: tff.framework.Call) -> tff.Type:
 
 def _measure(computation: tff.Computation) -> _Total:
   """Rounds and bytes of one call of `computation`."""
-  body = tff.framework.to_call_dominant(computation.to_building_block())
+  body = call_dominant.to_call_dominant(computation).block
   if isinstance(body, tff.framework.Lambda):
     body = body.result
   if not isinstance(body, tff.framework.Block):

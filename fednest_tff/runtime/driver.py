@@ -16,6 +16,7 @@ import tensorflow_federated as tff
 from fednest_tff.federated.process import (
     NestedProcess,
     NestedState,
+    client_work_metrics,
     run_epoch,
 )
 from fednest_tff.federated.rounds import Averaged, Message, Round, ServerValue
@@ -23,8 +24,10 @@ from fednest_tff.runtime.communication import (
     CommunicationCost,
     communication_cost,
 )
+from fednest_tff.runtime.shares import count_elements
 
-Cohort = Sequence[tf.data.Dataset]
+# Datasets, or the names of clients whose data the nodes of a cluster have.
+Cohort = Sequence[tf.data.Dataset | str | int | bytes]
 # (epoch, name of the round, its number in the epoch from 0) -> datasets.
 Sampler = Callable[[int, str, int], Cohort]
 
@@ -77,7 +80,7 @@ class RoundByRound:
     if not self.counts:
       self.counts = dict(
           num_clients=np.int64(len(clients)),
-          num_examples=np.int64(sum(map(_count_examples, clients))),
+          num_examples=np.int64(_count_examples(clients)),
       )
     name = round_.aggregation.name
     output = self._rounds[round_.name](
@@ -103,14 +106,12 @@ class RoundByRound:
     return int(number) == 0
 
 
-def _count_examples(dataset: tf.data.Dataset | Sequence[object]) -> int:
-  """The number of a client's examples."""
-  if not isinstance(dataset, tf.data.Dataset):
-    return len(dataset)
-  count = dataset.cardinality().numpy()
-  if count >= 0:
-    return count
-  return dataset.reduce(np.int64(0), lambda total, _: total + 1).numpy()
+def _count_examples(clients: Cohort) -> int:
+  """The number of all clients' examples."""
+  context = tff.framework.get_context_stack().current
+  if hasattr(context, 'count_examples'):
+    return context.count_examples(clients)
+  return sum(map(count_elements, clients))
 
 
 class Driver:
@@ -162,8 +163,9 @@ class Driver:
         self._cost,
     )
     after = run_epoch(do, self.process.method, self.process.plan, state)
+    do.measure(**do.counts)
     do.measure(
-        **do.counts,
+        client_work=client_work_metrics(do.metrics),
         communication_rounds=np.int64(do.num_rounds),
         bytes_up=np.int64(do.bytes_up),
         bytes_down=np.int64(do.bytes_down),

@@ -5,10 +5,14 @@ and copies all values there and back. Here the whole computation, with all of
 its clients and rounds, becomes one `tf.function` of the installed TensorFlow
 (`compiler`). There is no other process and no port, nothing is serialised,
 clients run at the same time, and any device can be used.
+
+Compiling takes seconds. For a few epochs, and to find a mistake, the graphs of
+a computation can be run one after the other instead.
 """
 
+import asyncio
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 import sys
 import threading
 from typing import TypeVar
@@ -16,9 +20,20 @@ from typing import TypeVar
 import tensorflow as tf
 import tensorflow_federated as tff
 
+from fednest_tff import structures
 from fednest_tff.runtime import devices as devices_lib
-from fednest_tff.runtime.compiler import call_dominant, lowering, placed
-from fednest_tff.runtime.compiler.cohort import Cohort, Looped, Unrolled
+from fednest_tff.runtime.compiler import (
+  call_dominant,
+  graphs,
+  lowering,
+  placed,
+  readings,
+)
+from fednest_tff.runtime.compiler import (
+  cohort as cohort_lib,
+)
+from fednest_tff.runtime.compiler.cohort import Cohort
+from fednest_tff.runtime.compiler.unrolled import Unrolled
 from fednest_tff.structures import Value
 
 # A cohort is unrolled if it has at most this many clients, and if its clients'
@@ -26,13 +41,17 @@ from fednest_tff.structures import Value
 # clients of the hyper-representation problem (42,000 nodes) take 0.09 s per
 # epoch when unrolled and 0.14 s in a loop, but 11 s and 5 s to compile. With
 # N = 20 or with loss tuning, beyond the bound, it is 30 s and 11 s to compile.
-_MAX_UNROLLED_CLIENTS = 10
 _MAX_UNROLLED_NODES = 42_000
+# A cohort is vectorised if it has at most this many groups of clients whose
+# tensors have the same shapes.
+_MAX_GROUPS = 2
 # How many functions, and how many computations, are kept.
 _MAX_FUNCTIONS = 64
 
 _Key = TypeVar('_Key')
 _Kept = TypeVar('_Kept')
+# The tensors that were read, client by client.
+_Rows = list[list[tf.Tensor]]
 # A concrete TensorFlow function of tensors.
 _Function = Callable[..., list[tf.Tensor]]
 
@@ -71,6 +90,7 @@ class InProcessRuntime:
       self,
       devices: Sequence[str] | None = None,
       unroll: int | None = None,
+      compiled: bool = True,
   ):
     """Chooses the devices.
 
@@ -79,18 +99,31 @@ class InProcessRuntime:
         these devices. `None` means every GPU, or the CPU if there is none.
       unroll: The largest cohort that is compiled client by client; `None` to
         decide by the size of the computation.
+      compiled: Whether a computation becomes one function. If not, its graphs
+        run one after the other, client by client, without compiling them
+        together.
     """
     self._devices = devices_lib.choose(devices)
     self._unroll = unroll
+    self._compiled = compiled
+    self._import_graph = graphs.Importer(is_simplified=False)
+    self._reader = readings.Reader()
+    # What `_stack` made last, with what it was made of.
+    self._last_stack: (
+        tuple[Hashable, list[tf.Tensor], list[tf.Tensor]] | None
+    ) = None
     self._lock = threading.RLock()
     # From the id of a computation to itself and its call-dominant form.
     self._computations: collections.OrderedDict[
         int, tuple[tff.Computation, call_dominant.CallDominant]
     ] = collections.OrderedDict()
-    # From the fingerprint of a computation and its kind and size of cohort.
+    # From the fingerprint of a computation and its kind of cohort.
     self._functions: collections.OrderedDict[
-        tuple[bytes, type, int], _Function
+        tuple[bytes, type, Hashable], _Function
     ] = collections.OrderedDict()
+    # Fingerprints of computations in which clients whose datasets have the same
+    # number of elements do not have tensors of the same shapes.
+    self._uneven: set[bytes] = set()
 
   @property
   def devices(self) -> list[str]:
@@ -114,6 +147,9 @@ class InProcessRuntime:
     with self._lock:
       _shorten(self._computations, keep)
       _shorten(self._functions, keep)
+      self._import_graph.clear()
+      self._reader.clear()
+      self._last_stack = None
 
   def run(self, computation: tff.Computation, argument: Value) -> Value:
     """Runs a computation.
@@ -126,29 +162,103 @@ class InProcessRuntime:
       The result, in the Python types that TFF's own runtime would return.
     """
     rewritten = self._rewrite(computation)
-    parameter = rewritten.type_signature.parameter
-    size = placed.cohort_size(parameter, argument) or 0
-    cohort = self._choose_cohort(size, rewritten.num_nodes)
-    tensors = placed.feed_tensors(cohort, parameter, argument)
-    function = self._compile(rewritten, cohort)
-    result = placed.to_python(
-        cohort, rewritten.type_signature.result, function(*tensors)
-    )
+    read = self._read(rewritten, argument) if self._compiled else []
+    cohort = self._choose_cohort(rewritten, argument, read)
+    try:
+      result = self._run(rewritten, cohort, argument, read)
+    except tf.errors.OpError:
+      if not cohort.is_vectorised:
+        raise
+      self._uneven.add(rewritten.fingerprint)
+      try:
+        cohort = self._choose_cohort(rewritten, argument, read)
+        result = self._run(rewritten, cohort, argument, read)
+      except tf.errors.OpError:
+        # It was not for the shapes.
+        self._uneven.remove(rewritten.fingerprint)
+        raise
     return tff.types.type_to_py_container(
         result, computation.type_signature.result
     )
 
-  def _choose_cohort(self, size: int, num_nodes: int) -> Cohort:
-    if self._unroll is not None:
-      is_unrolled = size <= self._unroll
-    else:
-      is_unrolled = (
-          size <= _MAX_UNROLLED_CLIENTS
-          and size * num_nodes <= _MAX_UNROLLED_NODES
+  def _read(
+      self, computation: call_dominant.CallDominant, argument: Value
+  ) -> list[_Rows]:
+    """Runs the readings; returns the results of each, client by client."""
+    if not computation.readings.calls:
+      return []
+    parameter = computation.type_signature.parameter
+    size = placed.cohort_size(parameter, argument) or 0
+    leaves = structures.typed_leaves(argument, parameter)
+    try:
+      return [
+          self._reader.read(
+              reading, leaves[reading.leaf][0], leaves[reading.leaf][1].member
+          )
+          for reading in computation.readings.calls
+      ]
+    except (TypeError, ValueError):
+      # Says which client's dataset does not fit, if one does not.
+      placed.feed_tensors(Unrolled(size, self._devices), parameter, argument)
+      raise
+
+  def _run(
+      self,
+      computation: call_dominant.CallDominant,
+      cohort: Cohort,
+      argument: Value,
+      read: list[_Rows],
+  ) -> Value:
+    signature = computation.type_signature
+    if self._compiled:
+      readings_ = computation.readings
+      tensors = placed.feed_tensors(
+          cohort, signature.parameter, argument, readings_.unused
       )
-    if is_unrolled:
+      for reading, rows in zip(readings_.calls, read, strict=True):
+        tensors += self._stack(cohort, rows, reading.member)
+      results = self._compile(computation, cohort)(*tensors)
+    else:
+      tensors = placed.feed_tensors(cohort, signature.parameter, argument)
+      with self._lock:
+        results = lowering.evaluate_computation(
+            computation, cohort, self._devices[0], self._import_graph, tensors
+        )
+    return placed.to_python(cohort, signature.result, results)
+
+  def _stack(
+      self, cohort: Cohort, rows: _Rows, member: tff.Type
+  ) -> list[tf.Tensor]:
+    """Gives tensors that were read the form of the cohort.
+
+    What was made for the last call is used again if the clients are the same:
+    the data of a cohort may be hundreds of megabytes.
+    """
+    tensors = [tensor for row in rows for tensor in row]
+    key = type(cohort), cohort.key, tuple(map(id, tensors))
+    if self._last_stack is None or self._last_stack[0] != key:
+      self._last_stack = key, tensors, cohort.stack_tensors(rows, member)
+    return self._last_stack[2]
+
+  def _choose_cohort(
+      self,
+      computation: call_dominant.CallDominant,
+      argument: Value,
+      read: list[_Rows],
+  ) -> Cohort:
+    parameter = computation.type_signature.parameter
+    size = placed.cohort_size(parameter, argument) or 0
+    if not self._compiled or size <= (self._unroll or 0):
       return Unrolled(size, self._devices)
-    return Looped(size, self._devices)
+    if self._unroll is not None:
+      return cohort_lib.build_looped(size, self._devices)
+    if computation.fingerprint not in self._uneven:
+      shapes = cohort_lib.shapes_of_clients(parameter, argument, read, size)
+      if len(set(shapes)) <= _MAX_GROUPS:
+        return cohort_lib.build_vectorised(shapes, self._devices)
+    if size * computation.num_nodes <= _MAX_UNROLLED_NODES:
+      return Unrolled(size, self._devices)
+    return cohort_lib.build_looped(size, self._devices)
 
   def _rewrite(
       self, computation: tff.Computation
@@ -166,7 +276,7 @@ class InProcessRuntime:
   def _compile(
       self, computation: call_dominant.CallDominant, cohort: Cohort
   ) -> _Function:
-    key = computation.fingerprint, type(cohort), cohort.size
+    key = computation.fingerprint, type(cohort), cohort.key
     with self._lock:
       if key not in self._functions:
         with _Progress(cohort.size):
@@ -188,7 +298,11 @@ class InProcessContext(tff.framework.SyncContext):
 
 
 class AsyncInProcessContext(tff.framework.AsyncContext):
-  """An asynchronous TFF context that runs computations in this process."""
+  """An asynchronous TFF context that runs computations in this process.
+
+  A computation is compiled and run in another thread, so that the event loop
+  goes on meanwhile.
+  """
 
   def __init__(self, runtime: InProcessRuntime):
     self.runtime = runtime
@@ -196,4 +310,4 @@ class AsyncInProcessContext(tff.framework.AsyncContext):
   async def invoke(self, comp: tff.Computation, arg: Value) -> Value:
     if hasattr(arg, '__await__'):
       arg = await arg
-    return self.runtime.run(comp, arg)
+    return await asyncio.to_thread(self.runtime.run, comp, arg)

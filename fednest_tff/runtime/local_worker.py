@@ -20,7 +20,7 @@ import time
 from typing import TypeAlias
 import weakref
 
-from fednest_tff.runtime import remote
+from fednest_tff.runtime import errors, remote
 
 # Asks the kernel for SIGKILL when the parent ends (PR_SET_PDEATHSIG is 1), then
 # becomes the worker. A `preexec_fn` could do that too, but would run in a fork
@@ -90,26 +90,19 @@ def _default_binary() -> str:
   )
 
 
-def _reserve(port: int) -> socket.socket:
-  """Opens a socket that keeps a port free for the worker.
+def _reserve() -> socket.socket:
+  """Opens a socket that keeps a free port for the worker.
 
   A gRPC server can use a port that another gRPC server uses (SO_REUSEPORT), and
   then gets some of its calls. The socket keeps others from the port until the
   worker uses it.
 
-  Args:
-    port: The port; 0 for any free one.
-
   Returns:
     The socket; close it when the worker listens.
   """
-  if port:
-    with socket.socket() as plain:  # This fails if the port is in use.
-      plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      plain.bind(('', port))
   reserved = socket.socket()
   reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-  reserved.bind(('', port))
+  reserved.bind(('', 0))
   return reserved
 
 
@@ -141,29 +134,24 @@ class LocalWorker:
 
   def __init__(
       self,
-      port: int = 0,
       log_dir: str | None = None,
       binary: str | None = None,
   ):
     """Starts the process; `connect` waits until the worker answers.
 
     Args:
-      port: The port to listen on, on all interfaces; 0 for any free one.
       log_dir: A directory for the log; `None` for a temporary file.
       binary: The worker's program; `None` for the one that comes with TFF.
 
     Raises:
-      WorkerError: If the program does not exist, or the port is in use.
+      WorkerError: If the program does not exist.
     """
     binary = os.path.abspath(binary or _default_binary())
     if not os.access(binary, os.X_OK) or os.path.isdir(binary):
-      raise remote.WorkerError(
+      raise errors.WorkerError(
           f'There is no program {binary} to start as a worker.'
       )
-    try:
-      self._reserved = _reserve(port)
-    except OSError as error:
-      raise remote.WorkerError(f'Port {port} is not free: {error}.') from None
+    self._reserved = _reserve()
     port = self._reserved.getsockname()[1]
     if log_dir is not None:
       os.makedirs(log_dir, exist_ok=True)
@@ -200,7 +188,7 @@ class LocalWorker:
     self._process.kill()
     self._process.wait()
 
-  def error(self, what: str) -> remote.WorkerError:
+  def error(self, what: str) -> errors.WorkerError:
     """Makes an error of one line.
 
     Args:
@@ -221,7 +209,7 @@ class LocalWorker:
     ) as log:
       lines = [line.strip() for line in log if line.strip()]
     last = f' Its last line: {lines[-1][:300]}' if lines else ''
-    return remote.WorkerError(
+    return errors.WorkerError(
         f'The TFF worker (pid {self.pid}) {what}. Log: {self.log_file}.{last}'
     )
 
@@ -240,10 +228,7 @@ class LocalWorker:
     Raises:
       WorkerError: If the worker did not start in time.
     """
-    # A proxy that the environment names cannot reach this machine's ports.
-    channel = remote.open_channel(
-        self.address, None, [('grpc.enable_http_proxy', 0)]
-    )
+    channel = remote.open_channel(self.address)
     connection = remote.RemoteContext(channel, compiler)
     deadline = time.monotonic() + timeout
     while not connection.answers(0.2, connecting=True):

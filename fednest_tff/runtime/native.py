@@ -7,7 +7,8 @@ worker is gone, and does not end the worker when Python ends. Here the worker
 - has limited time to start, and if it fails to, a one-line error says why;
 - ends when this process ends, in whatever way, because the kernel ends it;
 - writes to a log file, which errors name, and inherits no pipe;
-- makes the current call fail if it dies, and the next call starts another.
+- makes the current call fail if it dies, or if the call takes too long, and the
+  next call starts another.
 
 The worker listens on all interfaces, does not authenticate, and runs whatever
 it is sent. Use it only where nobody else can reach the machine's ports.
@@ -20,6 +21,8 @@ import tensorflow_federated as tff
 
 from fednest_tff.runtime import local_worker, remote
 from fednest_tff.structures import Value
+
+CALL_TIMEOUT = 3600.0
 
 
 class NativeContext(tff.framework.SyncContext):
@@ -98,7 +101,7 @@ class NativeContext(tff.framework.SyncContext):
 
 def build_native_context(
     start_timeout: float = 60.0,
-    call_timeout: float | None = None,
+    call_timeout: float | None = CALL_TIMEOUT,
     log_dir: str | None = None,
     binary: str | None = None,
 ) -> NativeContext:

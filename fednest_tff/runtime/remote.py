@@ -1,18 +1,16 @@
-"""Connections to TFF's C++ workers that notice when a worker is gone.
+"""A connection to TFF's C++ worker that notices when the worker is gone.
 
 TFF's own connection repeats a call for ever if its worker is gone. Here the
-call raises `WorkerLost`. A worker may be on this machine or on another.
+call raises `WorkerLost`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import contextlib
 import functools
 import threading
-import time
 from typing import Any, TypeAlias
 import weakref
 
-from absl import logging
 import grpc
 import tensorflow_federated as tff
 
@@ -31,20 +29,13 @@ _CHANNEL_OPTIONS = (
     # minutes between attempts to connect.
     ('grpc.initial_reconnect_backoff_ms', 100),
     ('grpc.max_reconnect_backoff_ms', 1000),
+    # A proxy that the environment names cannot reach this machine's ports.
+    ('grpc.enable_http_proxy', 0),
 )
-_MAX_MISSES = 2  # A worker that misses so many probes in a row is lost.
-
-
-class WorkerError(RuntimeError):
-  """A worker did not start, or ended while it was needed."""
 
 
 class WorkerLost(Exception):  # noqa: N818
   """A worker no longer answers."""
-
-
-class _ExecutorUnknown(Exception):  # noqa: N818
-  """A worker does not know our executor, because it was started anew."""
 
 
 class _UnwatchedChannel:
@@ -85,13 +76,11 @@ class _Stub(tff.framework.RemoteExecutorStub):
       if isinstance(error, grpc.RpcError):
         if error.code() == grpc.StatusCode.UNAVAILABLE:
           raise WorkerLost(error.details()) from None
-        if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
-          raise _ExecutorUnknown(error.details()) from None
       raise
 
   def _dispose(self, method: str, request: _Proto) -> None:
     # Finalizers call this. A worker that is gone has nothing to free.
-    with contextlib.suppress(WorkerLost, _ExecutorUnknown, grpc.RpcError):
+    with contextlib.suppress(WorkerLost, grpc.RpcError):
       self._call(method, request)
 
   get_executor = functools.partialmethod(_call, 'get_executor')
@@ -105,10 +94,7 @@ class _Stub(tff.framework.RemoteExecutorStub):
 
 
 def cached_compiler() -> Compiler:
-  """Returns TFF's native compiler with a cache.
-
-  All connections that share it compile a computation only once.
-  """
+  """Returns TFF's native compiler with a cache, for several connections."""
   compiled = functools.lru_cache(maxsize=128)(
       tff.backends.native.desugar_and_transform_to_native
   )
@@ -121,16 +107,9 @@ def cached_compiler() -> Compiler:
   return compile_once
 
 
-def open_channel(
-    address: str,
-    credentials: grpc.ChannelCredentials | None = None,
-    options: Sequence[tuple[str, str | int]] = (),
-) -> grpc.Channel:
-  """Opens a channel to a worker, with TLS if there are `credentials`."""
-  options = [*_CHANNEL_OPTIONS, *options]
-  if credentials is None:
-    return grpc.insecure_channel(address, options)
-  return grpc.secure_channel(address, credentials, options)
+def open_channel(address: str) -> grpc.Channel:
+  """Opens a channel to a worker on this machine."""
+  return grpc.insecure_channel(address, _CHANNEL_OPTIONS)
 
 
 class RemoteContext:
@@ -184,102 +163,4 @@ class RemoteContext:
 
   def invoke(self, comp: tff.Computation, arg: Value) -> Value:
     """Runs `comp`; raises `WorkerLost` if the worker is gone."""
-    try:
-      return self._context.invoke(comp, arg)
-    except _ExecutorUnknown:
-      pass  # TFF has dropped the executor and creates another one.
-    try:
-      return self._context.invoke(comp, arg)
-    except _ExecutorUnknown as error:
-      raise RuntimeError(f'The worker refused the call: {error}') from None
-
-
-class RemoteWorker:
-  """A worker at an address, watched during its calls.
-
-  Attributes:
-    address: host:port.
-    lost_at: When the worker was found to be lost, in seconds of
-      `time.monotonic`; `None` if it is not lost.
-  """
-
-  def __init__(
-      self,
-      address: str,
-      connect: Callable[[str], RemoteContext],
-      connect_timeout: float,
-      probe_interval: float,
-      call_timeout: float | None,
-  ):
-    """Prepares the worker; the first call connects to it.
-
-    Args:
-      address: host:port.
-      connect: Creates a connection to an address.
-      connect_timeout: Seconds within which the worker must answer at first.
-      probe_interval: Seconds between two probes during a call, and the longest
-        that the answer to a probe may take.
-      call_timeout: Seconds that a call may take; `None` for no limit.
-    """
-    self.address = address
-    self.lost_at: float | None = None
-    self._connect = connect
-    self._connect_timeout = connect_timeout
-    self._probe_interval = probe_interval
-    self._call_timeout = call_timeout
-    self._lock = threading.Lock()
-    self._remote: RemoteContext | None = None
-
-  def close(self) -> None:
-    """Closes the connection; the next call opens another."""
-    with self._lock:
-      remote, self._remote = self._remote, None
-    if remote is not None:
-      remote.close()
-
-  def _connected(self) -> RemoteContext:
-    with self._lock:
-      remote = self._remote
-      if remote is None:
-        remote = self._connect(self.address)
-        if not remote.answers(self._connect_timeout):
-          remote.close()
-          raise WorkerLost('it does not answer')
-        self._remote = remote
-      if self.lost_at is not None:
-        logging.warning('Worker %s is back.', self.address)
-        self.lost_at = None
-      return remote
-
-  def _watch(self, remote: RemoteContext, finished: threading.Event) -> None:
-    """Closes the connection if the worker stops answering during a call.
-
-    A machine that vanishes does not close its connections. gRPC can notice that
-    by itself (keepalive), but the worker's server does not allow as many probes
-    as a long call needs.
-    """
-    deadline = time.monotonic() + (self._call_timeout or float('inf'))
-    misses = 0
-    while not finished.wait(self._probe_interval):
-      misses = 0 if remote.answers(self._probe_interval) else misses + 1
-      if misses >= _MAX_MISSES or time.monotonic() > deadline:
-        remote.close()
-        return
-
-  def invoke(self, comp: tff.Computation, arg: Value) -> Value:
-    """Runs `comp`; raises `WorkerLost` if the worker is gone."""
-    finished = threading.Event()
-    remote = None
-    try:
-      remote = self._connected()
-      threading.Thread(
-          target=self._watch, args=(remote, finished), daemon=True
-      ).start()
-      return remote.invoke(comp, arg)
-    except WorkerLost:
-      if remote is self._remote:  # Otherwise another call has closed it.
-        self.close()
-      self.lost_at = time.monotonic()
-      raise
-    finally:
-      finished.set()
+    return self._context.invoke(comp, arg)

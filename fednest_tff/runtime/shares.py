@@ -1,6 +1,9 @@
-"""Divides the clients of a round among several workers."""
+"""Divides the clients of a round among several workers, and counts examples."""
 
+from collections.abc import Sequence
 
+import numpy as np
+import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import structures
@@ -14,46 +17,41 @@ def has_clients(type_spec: tff.Type | None) -> bool:
   )
 
 
-def lists_at_clients(value: Value, type_spec: tff.Type) -> list[list[Value]]:
-  """Finds the lists of clients' values in a value.
+def is_per_client(value_type: tff.Type) -> bool:
+  """Tells whether clients may have different values of that type."""
+  return structures.is_at_clients(value_type) and not value_type.all_equal
+
+
+def cut(values: Sequence[Value], part: int, num_parts: int) -> list[Value]:
+  """Returns one of `num_parts` parts of almost equal size."""
+  begin = part * len(values) // num_parts
+  return list(values[begin : (part + 1) * len(values) // num_parts])
+
+
+def without_clients(value: Value, type_spec: tff.Type) -> Value:
+  """Removes all clients from an argument of a computation.
 
   Args:
-    value: An argument of a computation.
-    type_spec: The type of `value`.
+    value: The argument.
+    type_spec: Its type.
 
   Returns:
-    The lists, each with one element per client.
+    `value`, with an empty list wherever it has values of clients.
   """
-  return [
-      part
-      for part, part_type in structures.typed_leaves(value, type_spec)
-      if structures.is_at_clients(part_type) and not part_type.all_equal
-  ]
+  return structures.pack(
+      type_spec,
+      [
+          [] if is_per_client(leaf_type) else leaf
+          for leaf, leaf_type in structures.typed_leaves(value, type_spec)
+      ],
+  )
 
 
-def share(
-    value: Value, type_spec: tff.Type, part: int, num_parts: int
-) -> Value:
-  """Reduces a value to a part of its clients.
-
-  Args:
-    value: An argument of a computation.
-    type_spec: The type of `value`.
-    part: The part, from 0.
-    num_parts: How many parts there are, of almost equal size; 0 for a value
-      without any client.
-
-  Returns:
-    `value` with only that part of each list of clients' values.
-  """
-
-  def keep(leaf: Value, leaf_type: tff.Type) -> Value:
-    if not structures.is_at_clients(leaf_type) or leaf_type.all_equal:
-      return leaf
-    if num_parts == 0:
-      return []
-    begin = part * len(leaf) // num_parts
-    return list(leaf[begin : (part + 1) * len(leaf) // num_parts])
-
-  kept = [keep(*pair) for pair in structures.typed_leaves(value, type_spec)]
-  return structures.pack(type_spec, kept)
+def count_elements(sequence: tf.data.Dataset | Sequence[object]) -> int:
+  """Counts the elements of a client's sequence."""
+  if not isinstance(sequence, tf.data.Dataset):
+    return len(sequence)
+  count = int(sequence.cardinality().numpy())
+  if count >= 0:
+    return count
+  return int(sequence.reduce(np.int64(0), lambda total, _: total + 1).numpy())

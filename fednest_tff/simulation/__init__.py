@@ -1,12 +1,19 @@
 """Runs of iterative processes that survive being killed, and their curves."""
 
+from fednest_tff.simulation.client_work import ClientWork, count_client_work
+from fednest_tff.simulation.cohorts import sample_cohorts
+from fednest_tff.simulation.comparison import Contest, Entry, Plan, compare
 from fednest_tff.simulation.errors import (
+    InterruptedRunError,
     NonFiniteError,
     RunError,
     StoppedError,
     file_errors,
 )
-from fednest_tff.simulation.plots import Curve, draw
+from fednest_tff.simulation.files import read as read_file
+from fednest_tff.simulation.files import read_json, write_json
+from fednest_tff.simulation.leaderboard import Outcome
+from fednest_tff.simulation.plots import Curve, draw, make_figure
 from fednest_tff.simulation.records import (
     Row,
     check_finite,
@@ -15,23 +22,43 @@ from fednest_tff.simulation.records import (
     summarize,
     write_rows,
 )
-from fednest_tff.simulation.run_directory import RunDirectory, write_json
+from fednest_tff.simulation.run_directory import RunDirectory, is_ours
+from fednest_tff.simulation.search import Range, StepRanges, Tried
 from fednest_tff.simulation.training import Process, Trial, train
+from fednest_tff.simulation.weights import load_weights, save_weights
 
 __all__ = [
+    'ClientWork',
+    'Contest',
     'Curve',
+    'Entry',
+    'InterruptedRunError',
     'NonFiniteError',
+    'Outcome',
+    'Plan',
     'Process',
+    'Range',
     'Row',
     'RunDirectory',
     'RunError',
+    'StepRanges',
     'StoppedError',
     'Trial',
+    'Tried',
     'check_finite',
+    'compare',
+    'count_client_work',
     'draw',
     'file_errors',
     'is_complete',
+    'is_ours',
+    'read_file',
+    'read_json',
+    'load_weights',
+    'make_figure',
     'read_rows',
+    'sample_cohorts',
+    'save_weights',
     'summarize',
     'train',
     'write_json',

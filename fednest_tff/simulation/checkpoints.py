@@ -1,26 +1,49 @@
 """Checkpoints of a run; a damaged one is skipped for the one before it.
 
-TFF's manager writes a state under another name and renames it, so a killed
-process leaves whole states, and leftovers that are never read.
+A state is one file of plain arrays (NumPy's .npz, never pickled) and of the
+names and types of its leaves in JSON. Reading it runs no code. The file is
+written under another name, forced to the disk and renamed, so a killed process
+leaves whole states, and leftovers that are never read. Every array has a
+checksum, and the file has one in the manifest. With a state goes the table of
+the metrics up to its epoch, so that they can be restored.
 """
 
+from collections.abc import Callable
 import glob
+import io
+import json
 import os
+import re
 import shutil
+from typing import Any, TypeAlias
 
 from absl import logging
+import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
+import tree
 
-from fednest_tff.simulation import errors
+from fednest_tff.simulation import errors, files
+from fednest_tff.simulation.manifest import Manifest, digest
+from fednest_tff.simulation.records import Table
 from fednest_tff.structures import Value
 
 CHECKPOINTS = 'checkpoints'
-# The layout of `NestedState`. States of another layout cannot be read.
-LAYOUT = 2
+# The layout of `NestedState` and of its file. Others cannot be read.
+LAYOUT = 4
 _LAYOUT_FILE = 'layout'
 _PREFIX = 'program_state_'
 _KEPT = 3
+_LEAVES = 'leaves'
+_TABLE = 'table'
+
+# The name of a leaf in its state, its type and its shape.
+_Leaf: TypeAlias = tuple[str, str, tuple[int, ...]]
+_Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+
+class DamagedError(Exception):
+  """The content of a file is not what was written."""
 
 
 def check_layout(found: str | None, path: str) -> None:
@@ -55,53 +78,235 @@ def check_states(directory: str) -> None:
     return
   found = None
   path = os.path.join(directory, _LAYOUT_FILE)
-  if os.path.exists(path):
-    with open(path, errors='replace') as file:
-      found = file.read().strip()
+  if os.path.lexists(path):
+    with errors.file_errors(path, 'read'):
+      found = files.read(path).decode(errors='replace').strip()
   check_layout(found, directory)
 
 
-def _is_readable(path: str) -> bool:
-  """Whether a state's files are whole."""
+def _describe(state: Value) -> tuple[list[_Leaf], list[_Array]]:
+  """Lists the leaves of a state, and their arrays."""
+  leaves: list[_Leaf] = []
+  arrays = []
+  for path, value in tree.flatten_with_path(state):
+    array = np.asarray(value)
+    leaves.append((
+        '/'.join(map(str, path)),
+        tf.as_dtype(array.dtype).name,
+        array.shape,
+    ))
+    arrays.append(array)
+  return leaves, arrays
+
+
+def _to_bytes(array: _Array) -> bytes:
+  if array.dtype.kind in 'OSU':  # Strings, such as those of a privacy event.
+    texts = map(tf.compat.as_bytes, array.ravel().tolist())
+    return json.dumps([text.hex() for text in texts]).encode()
+  return array.tobytes()
+
+
+def _from_bytes(content: bytes, kind: str, shape: tuple[int, ...]) -> _Array:
+  if kind == tf.string.name:
+    texts = [bytes.fromhex(text) for text in json.loads(content)]
+    return np.array(texts, object).reshape(shape)
+  found = np.frombuffer(content, tf.as_dtype(kind).as_numpy_dtype)
+  return found.reshape(shape).copy()
+
+
+def write_state(path: str, state: Value, table: Table | None = None) -> bytes:
+  """Writes a state, whole or not at all.
+
+  Args:
+    path: Of the file.
+    state: Arrays, numbers and strings, in any structure.
+    table: The metrics up to its epoch.
+
+  Returns:
+    The content of the file.
+  """
+  leaves, arrays = _describe(state)
+  # Bytes, since NumPy cannot name types such as bfloat16.
+  contents = {
+      f'leaf_{k}': np.frombuffer(_to_bytes(array), np.uint8)
+      for k, array in enumerate(arrays)
+  }
+  if table is not None:
+    contents[_TABLE] = np.frombuffer(table.to_bytes(), np.uint8)
+  file = io.BytesIO()
+  np.savez(file, **{_LEAVES: np.array(json.dumps(leaves))}, **contents)
+  files.write(path, file.getvalue())
+  return file.getvalue()
+
+
+def _convert(array: _Array, like: Value) -> Value:
+  """Gives an array the Python type of a leaf: an array, a number, a string."""
+  if isinstance(like, str):
+    return tf.compat.as_str(array.item())
+  if isinstance(like, bytes):
+    return array.item()
+  if isinstance(like, np.generic):
+    return array[()]
+  if isinstance(like, (bool, int, float)):
+    return type(like)(array.item())
+  return array
+
+
+def _parse(content: bytes) -> tuple[list[_Leaf], list[_Array]]:
+  """The leaves of a file by `write_state`, and their arrays."""
+  with np.load(io.BytesIO(content), allow_pickle=False) as file:
+    return _parse_members(file)
+
+
+def _parse_members(file: Any) -> tuple[list[_Leaf], list[_Array]]:
+  leaves = [
+      (name, kind, tuple(shape))
+      for name, kind, shape in json.loads(str(file[_LEAVES]))
+  ]
+  arrays = [
+      _from_bytes(file[f'leaf_{k}'].tobytes(), kind, shape)
+      for k, (_, kind, shape) in enumerate(leaves)
+  ]
+  return leaves, arrays
+
+
+def _read_table(path: str) -> Table | None:
+  """The table that goes with a state; `None` if it cannot be read."""
   try:
-    tf.saved_model.load(path)()
-  except Exception:  # TensorFlow raises all kinds here.
-    return False
-  return True
+    with np.load(io.BytesIO(files.read(path)), allow_pickle=False) as file:
+      _parse_members(file)
+      table = Table.from_bytes(file[_TABLE].tobytes())
+  except Exception:  # NumPy and zipfile raise all kinds here.
+    return None
+  name = f'{_PREFIX}{len(table.rows)}.npz'
+  return table if os.path.basename(path) == name else None
 
 
-class Checkpoints(tff.program.FileProgramStateManager):
-  """TFF's manager of states on disk, which skips damaged ones."""
+def newest_table(directory: str) -> Table | None:
+  """The longest table that goes with a state of a run.
 
-  def __init__(self, directory: str, newest: int):
+  Args:
+    directory: Of the run.
+
+  Returns:
+    The table; `None` if no state can be read.
+  """
+  pattern = os.path.join(
+      glob.escape(directory), CHECKPOINTS, f'{_PREFIX}*.npz'
+  )
+  tables = [_read_table(path) for path in glob.glob(pattern)]
+  found = [table for table in tables if table is not None]
+  return max(found, key=lambda table: len(table.rows)) if found else None
+
+
+def read_state(
+    path: str, structure: Value, expected_digest: str | None = None
+) -> Value:
+  """Reads a state.
+
+  Args:
+    path: Of a file by `write_state`.
+    structure: A state of the same structure.
+    expected_digest: Of the file, as the manifest has it.
+
+  Returns:
+    The state.
+
+  Raises:
+    DamagedError: If the file was read and its content is damaged.
+    RunError: If the file cannot be read, or if it holds a state of another
+      structure.
+  """
+  expected, _ = _describe(structure)
+  # An error here says nothing about the content, which may be good.
+  with errors.file_errors(path, 'read'):
+    content = files.read(path)
+  if expected_digest is not None and digest(content) != expected_digest:
+    raise DamagedError('its checksum differs')
+  try:
+    found, arrays = _parse(content)
+  except Exception as error:  # NumPy and zipfile raise all kinds here.
+    raise DamagedError(f'{type(error).__name__}: {error}') from error
+  if found != expected:
+    raise errors.RunError(
+        f'{os.path.dirname(path)!r} holds states of another structure than'
+        " this method's: choose another `output_dir`, or `overwrite` to start"
+        ' anew'
+    )
+  pairs = zip(arrays, tree.flatten(structure), strict=True)
+  return tree.unflatten_as(
+      structure, [_convert(array, like) for array, like in pairs]
+  )
+
+
+class Checkpoints(tff.program.ProgramStateManager):
+  """The states of a run on disk, for TFF's training loop.
+
+  The last three are kept.
+  """
+
+  def __init__(
+      self,
+      directory: str,
+      newest: int,
+      manifest: Manifest | None = None,
+      table: Callable[[], Table] | None = None,
+  ):
     """Opens the states of a run.
 
     Args:
       directory: Of the run.
       newest: The last epoch whose metrics are on record. States of later ones
         are removed, since going on from there would leave a gap.
+      manifest: The checksums; `None` for those in the directory.
+      table: The metrics so far; `None` if states come without them.
     """
     self._directory = os.path.join(directory, CHECKPOINTS)
     self._newest = newest
+    self._table = table
+    with errors.file_errors(directory, 'read'):
+      self._manifest = manifest or Manifest(directory)
     with errors.file_errors(self._directory):
       check_states(directory)
-      super().__init__(
-          self._directory, _PREFIX, keep_total=_KEPT, keep_first=False
-      )
+      os.makedirs(self._directory, exist_ok=True)
       self._remove_leftovers()
-      # Whole or not at all, and removed with the leftovers if it is not.
-      temporary = os.path.join(self._directory, f'{_LAYOUT_FILE}_temp')
-      with open(temporary, 'w') as file:
-        file.write(f'{LAYOUT}\n')
-      os.replace(temporary, os.path.join(self._directory, _LAYOUT_FILE))
+      files.write(
+          os.path.join(self._directory, _LAYOUT_FILE), f'{LAYOUT}\n'.encode()
+      )
 
   def _remove_leftovers(self) -> None:
-    pattern = os.path.join(glob.escape(self._directory), '*_temp*')
-    for leftover in glob.glob(pattern):
-      if os.path.isdir(leftover):
+    """Removes what a killed process had not finished writing."""
+    here = glob.escape(self._directory)
+    for leftover in glob.glob(os.path.join(here, f'*{files.TEMPORARY}')):
+      if os.path.isdir(leftover) and not os.path.islink(leftover):
         shutil.rmtree(leftover)
       else:
         os.remove(leftover)
+
+  def _path(self, version: int) -> str:
+    return os.path.join(self._directory, f'{_PREFIX}{version}.npz')
+
+  def _versions(self) -> list[int]:
+    found = (
+        re.fullmatch(rf'{_PREFIX}(\d+)\.npz', name)
+        for name in os.listdir(self._directory)
+    )
+    return sorted(int(match[1]) for match in found if match)
+
+  def _remove(self, version: int) -> None:
+    with errors.file_errors(self._directory):
+      os.remove(self._path(version))
+      self._manifest.states.pop(version, None)
+
+  async def get_versions(self) -> list[int] | None:
+    """The epochs of which there is a state, in order."""
+    return self._versions() or None
+
+  async def load(self, version: int, structure: Value) -> Value:
+    """The state of an epoch; see `read_state`."""
+    return read_state(
+        self._path(version), structure, self._manifest.states.get(version)
+    )
 
   async def load_latest(self, structure: Value) -> tuple[Value, int]:
     """The newest state that can be read and its epoch.
@@ -115,7 +320,7 @@ class Checkpoints(tff.program.FileProgramStateManager):
     Raises:
       RunError: If a state can be read and has another structure.
     """
-    for version in reversed(await self.get_versions() or []):
+    for version in reversed(self._versions()):
       if version > self._newest:
         logging.warning(
             'The checkpoint of epoch %d in %r is newer than the metrics; going'
@@ -123,36 +328,32 @@ class Checkpoints(tff.program.FileProgramStateManager):
             version,
             self._directory,
         )
-        await self._remove(version)
+        self._remove(version)
         continue
       try:
         return await self.load(version, structure), version
-      except Exception as error:  # TensorFlow raises all kinds here.
-        if _is_readable(self._get_path_for_version(version)):
-          raise errors.RunError(
-              f'{self._directory!r} holds states of another structure than'
-              " this method's: choose another `output_dir`, or `overwrite` to"
-              ' start anew'
-          ) from error
+      except DamagedError as error:
         logging.warning(
             'The checkpoint of epoch %d in %r is damaged (%s); going back to'
             ' the one before it.',
             version,
             self._directory,
-            type(error).__name__,
+            error,
         )
         # Or else its epoch could not be saved again.
-        await self._remove(version)
+        self._remove(version)
     return None, 0
 
   async def save(self, program_state: Value, version: int) -> None:
     """Saves a state, unless that of this epoch is there already."""
-    if version in (await self.get_versions() or []):
-      return
+    state = await tff.program.materialize_value(program_state)
     with errors.file_errors(self._directory):
-      try:
-        await super().save(program_state, version)
-      except Exception:
-        # Half a state takes up space that there may be none of.
-        self._remove_leftovers()
-        raise
+      if version in self._versions():
+        return
+      content = write_state(
+          self._path(version), state, self._table and self._table()
+      )
+      for old in self._versions()[:-_KEPT]:
+        self._remove(old)
+      self._manifest.states[version] = digest(content)
+      self._manifest.write()

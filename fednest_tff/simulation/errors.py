@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import re
 
 import tensorflow as tf
 
@@ -22,13 +23,34 @@ class StoppedError(Exception):
     self.signal_number = signal_number
 
 
-def _first_line(error: BaseException) -> str:
-  return (str(error).strip() or type(error).__name__).splitlines()[0]
+class InterruptedRunError(KeyboardInterrupt):
+  """A second signal ended an epoch; the last checkpoint is kept."""
+
+  def __init__(self, signal_number: int):
+    super().__init__(f'signal {signal_number}')
+    self.signal_number = signal_number
+
+
+def _reason(error: BaseException) -> str:
+  if isinstance(error, OSError) and error.strerror:
+    return error.strerror
+  # TensorFlow begins with the nodes of a graph.
+  text = re.sub(r'\{\{.*?\}\}', '', str(error)).strip()
+  return (text or type(error).__name__).splitlines()[0]
 
 
 @contextlib.contextmanager
-def file_errors(path: str) -> Iterator[None]:
-  """Turns what the file system refuses into a `RunError` that names `path`."""
+def file_errors(path: str, action: str = 'write to') -> Iterator[None]:
+  """Turns what the file system refuses into a `RunError`.
+
+  Args:
+    path: What the message names; if something was to be read, the file that
+      the error itself names comes first.
+    action: What was tried: 'write to' or 'read'.
+
+  Yields:
+    Once.
+  """
   try:
     yield
   except (
@@ -42,7 +64,6 @@ def file_errors(path: str) -> Iterator[None]:
       tf.errors.UnavailableError,
       tf.errors.UnknownError,
   ) as error:
-    raise RunError(
-        f'cannot write to {path!r}: {_first_line(error)}; what was there is'
-        ' untouched'
-    ) from error
+    if action == 'read' and getattr(error, 'filename', None):
+      path = str(error.filename)
+    raise RunError(f'cannot {action} {path!r}: {_reason(error)}') from error

@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-import matplotlib
 import numpy as np
 import numpy.typing as npt
 
+from fednest_tff import registry
 from fednest_tff.simulation.records import Row
 
-if TYPE_CHECKING:  # Otherwise imported after the backend is chosen.
+if TYPE_CHECKING:  # Importing it takes as long as all of this package.
   from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
 
 # Line, marker and colour differ together. The colours keep their order of
 # brightness when printed in grey.
@@ -47,6 +48,12 @@ class Curve(NamedTuple):
   logarithmic: bool = False
 
 
+def _abscissa(row: Row, x: str) -> float:
+  if x == 'bytes':
+    return (row['bytes_up'] + row['bytes_down']) / _MEGA
+  return row[x]
+
+
 def series(
     runs: Sequence[list[Row]], x: str, y: str
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -59,12 +66,7 @@ def series(
   ]
   shared = sorted(set.intersection(*(set(table) for table in tables)))
 
-  def abscissa(row: Row) -> float:
-    if x == 'bytes':
-      return (row['bytes_up'] + row['bytes_down']) / _MEGA
-    return row[x]
-
-  at = np.array([abscissa(tables[0][epoch]) for epoch in shared], float)
+  at = np.array([_abscissa(tables[0][epoch], x) for epoch in shared], float)
   found = np.array(
       [[table[epoch][y] for epoch in shared] for table in tables], float
   )
@@ -112,30 +114,65 @@ def draw_curves(
   axes.spines[['top', 'right']].set_visible(False)
 
 
-def draw(
-    runs: Mapping[str, Sequence[list[Row]]],
-    curve: Curve,
-    path: str,
-    title: str = '',
-) -> str:
+def _label(name: str) -> str:
+  """The registry's label of a method; other names are labels themselves."""
+  if name in registry.method_names():
+    return registry.get_method(name).label
+  return name
+
+
+def _axes_that_differ(
+    runs: Mapping[str, Sequence[list[Row]]]
+) -> list[tuple[str, str]]:
+  """Those horizontal axes on which the methods' curves look different.
+
+  If every method has the same number of rounds per epoch, say, one of the two
+  axes tells all. Rounds are preferred.
+  """
+
+  lasts = [rows[0][-1] for rows in runs.values()]
+
+  def shape(x: str) -> tuple[float, ...]:
+    """What a round of each method is worth there, next to the others."""
+    worth = [
+        _abscissa(row, x) / max(row['communication_rounds'], 1)
+        for row in lasts
+    ]
+    return tuple(round(w / (max(worth) or 1.0), 4) for w in worth)
+
+  kept = {'communication_rounds': shape('communication_rounds')}
+  for x in ('epoch', 'bytes'):
+    if shape(x) not in kept.values():
+      kept[x] = shape(x)
+  return [axis for axis in _AXES if axis[0] in kept]
+
+
+def make_figure(
+    runs: Mapping[str, Sequence[list[Row]]], curve: Curve, title: str = ''
+) -> 'Figure':
   """Draws a quantity against epochs, rounds and bytes.
 
+  Where two of these would look the same, one is drawn: a single method, for
+  example, against rounds only.
+
   Args:
-    runs: For each method the rows of its runs, one list per seed.
+    runs: For each method the rows of its runs, one list per seed. Names of the
+      registry are drawn as its labels, 'FedNest' for 'fednest'.
     curve: What to show.
-    path: Without extension; a .png and a .pdf are written.
     title: Above the panels.
 
   Returns:
-    The path of the .png.
+    A matplotlib figure; a notebook shows it.
   """
-  matplotlib.use('Agg')
-  import matplotlib.pyplot as plt  # after the backend is chosen
+  from matplotlib.figure import Figure  # No pyplot: the backend stays.
 
-  figure, panels = plt.subplots(
-      1, len(_AXES), figsize=(11, 3.6), sharey=True, layout='constrained'
+  runs = {_label(name): rows for name, rows in runs.items()}
+  shown = _axes_that_differ(runs)
+  figure = Figure(
+      figsize=((0, 5.5, 8, 11)[len(shown)], 3.6), layout='constrained'
   )
-  for axes, (x, label) in zip(panels, _AXES, strict=True):
+  panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+  for axes, (x, label) in zip(panels, shown, strict=True):
     draw_curves(axes, runs, curve, x)
     axes.set_xlabel(label)
   panels[0].set_ylabel(curve.label)
@@ -150,11 +187,33 @@ def draw(
       frameon=False,
       handlelength=3.5,
   )
+  figure.draw_without_rendering()  # Places everything, once for both files.
+  figure.set_layout_engine('none')
+  return figure
+
+
+def draw(
+    runs: Mapping[str, Sequence[list[Row]]],
+    curve: Curve,
+    path: str,
+    title: str = '',
+) -> str:
+  """Writes `make_figure` to files.
+
+  Args:
+    runs: As in `make_figure`.
+    curve: What to show.
+    path: Without extension; a .png and a .pdf are written.
+    title: Above the panels.
+
+  Returns:
+    The path of the .png.
+  """
+  figure = make_figure(runs, curve, title)
   for extension in ('.pdf', '.png'):
     temporary = f'{path}.tmp{extension}'
     # No date in the file, so that the same run gives the same bytes.
     metadata = {'CreationDate': None} if extension == '.pdf' else None
     figure.savefig(temporary, dpi=150, metadata=metadata)
     os.replace(temporary, path + extension)
-  plt.close(figure)
   return f'{path}.png'

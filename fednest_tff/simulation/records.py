@@ -1,22 +1,26 @@
 """Metrics of a run: one row per epoch in a CSV file and in TensorBoard.
 
-`Recorder` is a TFF release manager; files are written by TFF's own.
+`Recorder` is a TFF release manager. The file is replaced as a whole with every
+row, and its checksums are written after it.
 """
 
-from collections.abc import Sequence
-import contextlib
+from collections.abc import Callable, Sequence
 import csv
+import dataclasses
 import glob
+import io
+import json
 import math
 import os
 from typing import Any, TypeAlias
+import zlib
 
-from absl import logging
 import numpy as np
 import tensorflow_federated as tff
 
 from fednest_tff.runtime.communication import CommunicationCost
-from fednest_tff.simulation import errors
+from fednest_tff.simulation import errors, files
+from fednest_tff.simulation.manifest import Manifest, checksum
 from fednest_tff.structures import Value
 
 # One epoch in a metrics file: numbers by name, and texts such as the method's
@@ -25,10 +29,16 @@ Row: TypeAlias = dict[str, Any]
 
 METRICS = 'metrics.csv'
 TENSORBOARD = 'tensorboard'
+# The metric with the seconds of an epoch by a clock that nobody sets; TFF's own
+# uses one that people set.
+SECONDS = 'monotonic_seconds'
 
+_EVENTS = 'events.out.tfevents.*'
 _EVALUATION = 'evaluation/'
 _TOTALS = ('communication_rounds', 'bytes_up', 'bytes_down')
+_COSTS = frozenset([*_TOTALS, 'seconds', 'num_clients', 'num_examples'])
 _DROPPED = frozenset([
+    SECONDS,
     'evaluation_time_in_seconds',
     'round_number',
     'training_time_in_seconds',
@@ -46,15 +56,129 @@ def _scalars(metrics: Value, prefix: str = '') -> dict[str, float]:
   return {prefix: value.item()} if value.ndim == 0 else {}
 
 
-class _OrderedCsv(tff.program.CSVFileReleaseManager):
-  """TFF's manager, which sorts columns by name, with columns as they come."""
+def _line(cells: Sequence[object]) -> bytes:
+  text = io.StringIO(newline='')
+  csv.writer(text).writerow(cells)
+  return text.getvalue().encode()
 
-  async def release(self, value: Row, key: int) -> None:
-    self._names = [self._key_fieldname, *value]
-    await super().release(value, key)
 
-  async def _write_value(self, value: Row) -> None:
-    await super()._write_value({name: value[name] for name in self._names})
+def _number(text: str) -> int | float | str:
+  for kind in (int, float):
+    try:
+      return kind(text)
+    except ValueError:
+      continue
+  return text
+
+
+@dataclasses.dataclass
+class Table:
+  """The rows of a run, as text.
+
+  Attributes:
+    rows: Cells by name, one row per epoch; cells without a value are left out.
+    evaluation: The names of the columns that come from the evaluation.
+    last_evaluated: The last epoch that was evaluated.
+  """
+
+  rows: list[dict[str, str]] = dataclasses.field(default_factory=list)
+  evaluation: list[str] = dataclasses.field(default_factory=list)
+  last_evaluated: int = 0
+
+  def lines(self) -> list[bytes]:
+    """The lines of `metrics.csv`: the header and the rows."""
+    names = list(dict.fromkeys(name for row in self.rows for name in row))
+    names = names or ['epoch']
+    cells = ([row.get(name, '') for name in names] for row in self.rows)
+    return [_line(names), *map(_line, cells)]
+
+  def without_evaluation(self, is_evaluated: Callable[[int], bool]) -> 'Table':
+    """The table without evaluations of epochs that need none.
+
+    The last epoch is always evaluated. If a run goes further, that epoch is no
+    longer the last, and a run that had gone further at once would lack it.
+
+    Args:
+      is_evaluated: Whether an epoch is one that is evaluated.
+
+    Returns:
+      The table.
+    """
+    rows = [
+        row if is_evaluated(epoch) else {
+            name: text for name, text in row.items()
+            if name not in self.evaluation
+        }
+        for epoch, row in enumerate(self.rows, start=1)
+    ]
+    return dataclasses.replace(self, rows=rows)
+
+  def to_bytes(self) -> bytes:
+    """The table for a checkpoint."""
+    return zlib.compress(json.dumps(dataclasses.asdict(self)).encode())
+
+  @classmethod
+  def from_bytes(cls, content: bytes) -> 'Table':
+    """The table of a checkpoint."""
+    return cls(**json.loads(zlib.decompress(content)))
+
+
+def read_table(directory: str, manifest: Manifest) -> tuple[Table, str]:
+  """Reads `metrics.csv` as far as its checksums are right.
+
+  Args:
+    directory: Of the run.
+    manifest: The checksums.
+
+  Returns:
+    The rows up to damage, and what is damaged; empty if nothing is.
+
+  Raises:
+    RunError: If the file cannot be read.
+  """
+  path = os.path.join(directory, METRICS)
+  table = Table(
+      evaluation=list(manifest.evaluation),
+      last_evaluated=manifest.last_evaluated,
+  )
+  with errors.file_errors(path, 'read'):
+    lines = files.read(path).splitlines(True) if os.path.lexists(path) else []
+  if manifest.is_damaged:
+    return table, f'{manifest.path!r} is damaged'
+  if lines and not manifest.lines:
+    # The checksums of the first row are written after it.
+    what = f'{manifest.path!r} is missing' if len(lines) > 2 else ''
+    return table, what
+  header: list[str] = []
+  for k, expected in enumerate(manifest.lines):
+    if k >= len(lines) or checksum(lines[k]) != expected:
+      what = 'the header' if k == 0 else f'the row of epoch {k}'
+      is_there = 'is damaged' if k < len(lines) else 'is missing'
+      return table, f'{what} of {path!r} {is_there}'
+    cells = next(csv.reader([lines[k].decode()]))
+    if k == 0:
+      header = cells
+    else:
+      pairs = zip(header, cells, strict=True)
+      table.rows.append({name: text for name, text in pairs if text})
+  # One row more is that of a process that was killed before its checksum.
+  if len(lines) > len(manifest.lines) + 1:
+    return table, f'{path!r} has rows that were not recorded'
+  return table, ''
+
+
+def is_complete(path: str, epochs: int) -> bool:
+  """Whether a metrics file has all of a run's rows, and none is damaged."""
+  directory = os.path.dirname(path)
+  with errors.file_errors(path, 'read'):
+    manifest = Manifest(directory)
+    table, damage = read_table(directory, manifest)
+    return (
+        len(table.rows) == epochs
+        and not damage
+        and manifest.last_evaluated == epochs
+        and files.read(path) == b''.join(table.lines())
+    )
 
 
 class Recorder(tff.program.ReleaseManager):
@@ -66,9 +190,14 @@ class Recorder(tff.program.ReleaseManager):
   are those that the epoch's metrics report, as a driver's do, or else those of
   the compiled epoch.
 
+  TensorBoard gets the same numbers. Its files are written anew when a run goes
+  on, so that no epoch is there twice.
+
   Attributes:
     path: Of the file.
     last_epoch: The last one that was on record in the beginning.
+    table: The rows so far. Whoever evaluates sets its `last_evaluated`.
+    manifest: The checksums.
   """
 
   def __init__(
@@ -77,47 +206,95 @@ class Recorder(tff.program.ReleaseManager):
       labels: dict[str, str | int],
       cost: CommunicationCost,
       cohort_size: int,
+      table: Table | None = None,
+      manifest: Manifest | None = None,
   ):
+    """Opens the records of a run.
+
+    Args:
+      directory: Of the run.
+      labels: What every row says about the run.
+      cost: Rounds and bytes of an epoch.
+      cohort_size: How many clients take part.
+      table: The rows so far; `None` for those in the file that are whole.
+      manifest: The checksums; `None` for those in the directory.
+    """
     self._labels = labels
     self._cost = cost
     self._cohort_size = cohort_size
+    self._directory = directory
     self.path = os.path.join(directory, METRICS)
-    # What a killed process had not finished writing.
-    for leftover in glob.glob(glob.escape(self.path) + '_temp*'):
-      os.remove(leftover)
-    self.last_epoch = _repair(self.path)
+    self.manifest = manifest or Manifest(directory)
+    self.table = table or read_table(directory, self.manifest)[0]
+    self.last_epoch = len(self.table.rows)
     # Rounds and bytes so far, by epoch.
     self._totals = {0: dict.fromkeys(_TOTALS, 0)}
-    if self.last_epoch:
-      for row in read_rows(self.path):
-        self._totals[row['epoch']] = {name: row[name] for name in _TOTALS}
-    # Write mode replaces the file as a whole; appending can leave half a line.
-    self._csv = _OrderedCsv(
-        self.path, tff.program.CSVSaveMode.WRITE, key_fieldname='epoch'
-    )
-    self._tensorboard = tff.program.TensorBoardReleaseManager(
-        os.path.join(directory, TENSORBOARD)
-    )
+    for epoch, row in enumerate(self.table.rows, start=1):
+      self._totals[epoch] = {name: int(row[name]) for name in _TOTALS}
+    self._tensorboard: tff.program.TensorBoardReleaseManager | None = None
+    self._write_if_changed()
+
+  def _write_if_changed(self) -> None:
+    """Writes rows that were restored, and leaves out others."""
+    lines = self.table.lines()
+    content = files.read(self.path) if os.path.lexists(self.path) else b''
+    is_right = content == b''.join(lines) and self.manifest.lines == [
+        checksum(line) for line in lines
+    ]
+    if (content or self.table.rows) and not is_right:
+      self.write()
 
   async def release(self, value: Value, key: int) -> None:
     """Releases the metrics of epoch `key`; epoch 0 has none."""
     if key == 0:
       return
     row = self._row(value, key)
+    # Those of a run that was stopped after its last checkpoint come again.
+    del self.table.rows[key - 1 :]
+    with errors.file_errors(os.path.join(self._directory, TENSORBOARD)):
+      await self._show(row, key)
     with errors.file_errors(self.path):
-      await self._csv.release(row, key)
-      # As arrays: of a large Python float TensorFlow makes no float32.
-      numbers = {
-          name: np.asarray(number)
-          for name, number in row.items()
-          if name not in self._labels
-      }
-      await self._tensorboard.release(numbers, key)
+      self.table.rows.append(
+          {name: str(cell) for name, cell in {'epoch': key, **row}.items()}
+      )
+      self.write()
     check_finite(row | {'epoch': key}, self.path)
+
+  def write(self) -> None:
+    """Writes `metrics.csv`, and then its checksums."""
+    lines = self.table.lines()
+    files.write(self.path, b''.join(lines))
+    self.manifest.set_lines(lines)
+    self.manifest.evaluation = list(self.table.evaluation)
+    self.manifest.last_evaluated = self.table.last_evaluated
+    self.manifest.write()
+
+  async def _show(self, row: Row, epoch: int) -> None:
+    """Shows an epoch in TensorBoard, and first of all those before it."""
+    if self._tensorboard is None:
+      folder = os.path.join(self._directory, TENSORBOARD)
+      for old in glob.glob(os.path.join(glob.escape(folder), _EVENTS)):
+        os.remove(old)
+      self._tensorboard = tff.program.TensorBoardReleaseManager(folder)
+      for k, earlier in enumerate(self.table.rows[: epoch - 1], start=1):
+        numbers = {name: _number(text) for name, text in earlier.items()}
+        del numbers['epoch']
+        await self._tensorboard.release(self._shown(numbers), k)
+    await self._tensorboard.release(self._shown(row), epoch)
+
+  def _shown(self, row: Row) -> Row:
+    # As arrays: of a large Python float TensorFlow makes no float32.
+    return {
+        name: np.asarray(number)
+        for name, number in row.items()
+        if name not in self._labels
+    }
 
   def _row(self, metrics: Value, epoch: int) -> Row:
     evaluation, training = {}, {}
-    for name, number in _scalars(dict(metrics)).items():
+    # `client_work` repeats metrics under the names of TFF's algorithms.
+    named = {k: v for k, v in dict(metrics).items() if k != 'client_work'}
+    for name, number in _scalars(named).items():
       if name.startswith(_EVALUATION):
         evaluation[name.removeprefix(_EVALUATION)] = number
       else:
@@ -132,14 +309,17 @@ class Recorder(tff.program.ReleaseManager):
         name: before[name] + int(training.get(name, number))
         for name, number in of_epoch.items()
     }
+    seconds = training.get(SECONDS, training['training_time_in_seconds'])
     row: Row = {
         **self._totals[epoch],
-        'seconds': round(training['training_time_in_seconds'], 4),
+        'seconds': round(seconds, 4),
         **self._labels,
     }
     for name, number in (evaluation | training).items():
       if name not in _DROPPED and name not in row:
         row[name] = number
+        if name in evaluation and name not in self.table.evaluation:
+          self.table.evaluation.append(name)
     return row
 
 
@@ -153,91 +333,41 @@ def check_finite(row: Row, path: str) -> None:
       )
 
 
-def _whole(path: str) -> tuple[list[list[str]], bool]:
-  """Header and rows of a metrics file up to damage, and if there is none."""
-  with open(path, newline='', errors='replace') as file:
-    lines = file.read().split('\r\n')
-  table = list(csv.reader(lines[:-1]))
-  if not table or not table[0] or table[0][0] != 'epoch':
-    return [], False
-  header, *rows = table
-  whole = [header]
-  for row in rows:
-    if len(row) != len(header) or row[0] != str(len(whole)):
-      break
-    whole.append(row)
-  return whole, len(whole) == len(table) and lines[-1] == ''
-
-
-def _repair(path: str) -> int:
-  """Keeps of a metrics file what precedes damage; returns the last epoch."""
-  if not os.path.exists(path):
-    return 0
-  table, is_whole = _whole(path)
-  if not is_whole:
-    logging.warning(
-        '%r is damaged; going on from epoch %d.', path, max(0, len(table) - 1)
-    )
-    if table:
-      _write_table(path, table)
-    else:
-      os.remove(path)
-  return max(0, len(table) - 1)
-
-
-def is_complete(path: str, epochs: int) -> bool:
-  """Whether a metrics file has all of a run's rows."""
-  return os.path.exists(path) and len(_whole(path)[0]) == epochs + 1
-
-
-def _number(text: str) -> int | float | str:
-  for kind in (int, float):
-    try:
-      return kind(text)
-    except ValueError:
-      continue
-  return text
-
-
 def read_rows(path: str) -> list[Row]:
   """The rows of a metrics file; missing values are left out."""
-  with open(path, newline='') as file:
+  with errors.file_errors(path, 'read'):
+    content = files.read(path)
+  try:
+    reader = csv.DictReader(io.StringIO(content.decode(), newline=''))
     return [
         {name: _number(text) for name, text in row.items() if text}
-        for row in csv.DictReader(file)
+        for row in reader
     ]
+  except (csv.Error, TypeError, UnicodeDecodeError) as error:
+    raise errors.RunError(f'{path!r} is damaged') from error
 
 
 def write_rows(path: str, rows: list[Row]) -> None:
   """Writes rows as CSV, all or nothing."""
   names = list(dict.fromkeys(name for row in rows for name in row))
-  _write_table(
-      path, [names, *([row.get(name, '') for name in names] for row in rows)]
-  )
-
-
-def _write_table(path: str, table: Sequence[Sequence[object]]) -> None:
-  temporary = f'{path}.tmp'
-  try:
-    with open(temporary, 'w', newline='') as file:
-      csv.writer(file).writerows(table)
-    os.replace(temporary, path)
-  except OSError:
-    with contextlib.suppress(OSError):
-      os.remove(temporary)
-    raise
+  table = [names, *([row.get(name, '') for name in names] for row in rows)]
+  files.write(path, b''.join(map(_line, table)))
 
 
 def summarize(rows: list[Row]) -> dict[str, dict[str, float]]:
   """The last and the best of each quantity of a run, and the best's epoch.
 
-  Of accuracies the largest is the best, of all else the smallest.
+  Of accuracies the largest is the best, of all else the smallest. What a run
+  has cost, and how many took part, has a last value only.
   """
   found = {}
   for name in dict.fromkeys(name for row in rows for name in row):
     if name in ('method', 'seed', 'epoch'):
       continue
     values = [(row[name], row['epoch']) for row in rows if name in row]
+    if name in _COSTS:
+      found[name] = {'last': values[-1][0]}
+      continue
     pick = max if 'accuracy' in name else min
     finite = [pair for pair in values if math.isfinite(pair[0])]
     best, epoch = pick(finite or values, key=lambda pair: pair[0])

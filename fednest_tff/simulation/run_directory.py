@@ -5,62 +5,60 @@ began with, except how far it goes. Files are replaced, never overwritten in
 place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import contextlib
 import fcntl
 import glob
 import json
 import os
 import shutil
+import stat
 import types
-from typing import TextIO
+from typing import IO
 
-from fednest_tff.simulation import checkpoints, errors
+from absl import logging
+
+from fednest_tff.simulation import checkpoints, errors, files
+from fednest_tff.simulation.manifest import MANIFEST
+from fednest_tff.simulation.records import METRICS, TENSORBOARD
 
 _CONFIG = 'config.json'
 _LOCK = '.lock'
+_LONGEST_LOCK = 32  # Bytes: it holds the number of a process.
+# A directory without this file is not ours, and nothing in it is removed.
+MARKER = '.fednest_tff'
+_MARK = b'This directory is a run of fednest_tff, which may remove it.\n'
+_RUNS = 'runs'
 # What a run writes, and so what starting anew may remove.
-_OURS = (
+_FILES = (
     _CONFIG,
-    'metrics.csv',
+    METRICS,
+    MANIFEST,
     'not_finite.json',
     'summary.json',
     'plot.png',
     'plot.pdf',
-    'checkpoints',
-    'tensorboard',
-    'runs',
+    'traceback.txt',
+    # Of a comparison.
+    'search.db',
+    'search.db-journal',
+    'leaderboard.csv',
+    'leaderboard.md',
+    'leaderboard.png',
+    'trials.csv',
 )
+_FOLDERS = (checkpoints.CHECKPOINTS, TENSORBOARD, _RUNS, 'facts')
+_OURS = (*_FILES, *_FOLDERS)
+# Where an earlier run is kept until the new one has recorded an epoch; and its
+# name while it is being moved there or back.
+_EARLIER = '.earlier'
+_MOVING = '.earlier_moving'
 # What a killed process had not finished writing, here and in the single runs.
 _LEFTOVERS = (
-    'checkpoints/*_temp*',
-    'config.json.tmp',
-    'metrics.csv.tmp',
-    'metrics.csv_temp*',
-    'not_finite.json.tmp',
-    'summary.json.tmp',
+    *(f'{name}{files.TEMPORARY}' for name in (*_FILES, MARKER)),
+    f'{checkpoints.CHECKPOINTS}/*{files.TEMPORARY}',
     'plot.tmp.*',
 )
-
-
-def _write(path: str, text: str) -> None:
-  """Writes `text` so that a reader finds all of it or the old file."""
-  temporary = f'{path}.tmp'
-  try:
-    with open(temporary, 'w') as file:
-      file.write(text)
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
-  except OSError:
-    with contextlib.suppress(OSError):
-      os.remove(temporary)
-    raise
-
-
-def write_json(path: str, value: object) -> None:
-  """Writes `value` as JSON, all or nothing."""
-  _write(path, json.dumps(value, indent=2, default=str) + '\n')
 
 
 def _differences(
@@ -75,11 +73,49 @@ def _differences(
   ]
 
 
+def _is_folder(path: str) -> bool:
+  return os.path.isdir(path) and not os.path.islink(path)
+
+
 def _remove(path: str) -> None:
-  if os.path.isdir(path) and not os.path.islink(path):
+  if _is_folder(path):
     shutil.rmtree(path)
   else:
     os.remove(path)
+
+
+def is_ours(path: str) -> bool:
+  """Whether a directory has the marker of a run."""
+  return os.path.lexists(os.path.join(path, MARKER))
+
+
+def _is_recorded(directory: str) -> bool:
+  """Whether a run has recorded an epoch."""
+  here = glob.escape(directory)
+  paths = [
+      os.path.join(here, METRICS), os.path.join(here, _RUNS, '*', METRICS)
+  ]
+  return any(glob.glob(path) for path in paths)
+
+
+def _check_kinds(directory: str) -> None:
+  """Refuses folders in place of files, pipes, and the like."""
+  for where in (
+      directory, *glob.glob(os.path.join(glob.escape(directory), _RUNS, '*'))
+  ):
+    for name in (*_OURS, MARKER):
+      path = os.path.join(where, name)
+      try:
+        mode = os.stat(path).st_mode
+      except (FileNotFoundError, NotADirectoryError):
+        continue
+      is_right = stat.S_ISDIR if name in _FOLDERS else stat.S_ISREG
+      if not is_right(mode):
+        kind = 'directory' if name in _FOLDERS else 'file'
+        raise errors.RunError(
+            f'{path!r} is not a {kind}: move it away, or choose another'
+            ' `output_dir`'
+        )
 
 
 def _missing(path: str) -> list[str]:
@@ -102,6 +138,7 @@ class RunDirectory:
       about: Mapping[str, object],
       overwrite: bool = False,
       length: str | None = None,
+      places: Iterable[str] = (),
   ):
     """Names the directory; nothing is touched before `with`.
 
@@ -109,10 +146,15 @@ class RunDirectory:
       path: Where everything goes; made if it is not there.
       settings: What decides the numbers. A directory that holds a run with
         other settings is refused.
-      about: What else `config.json` tells, such as versions.
-      overwrite: Whether to remove an earlier run and start anew.
+      about: What else `config.json` tells, such as versions. If `versions` or
+        `commit` are others than those that a run began with, there is a
+        warning.
+      overwrite: Whether to start anew where there is an earlier run. It is kept
+        until the new one has recorded an epoch.
       length: The setting that says how many rows `metrics.csv` will have. It
         may change to anything that is not less than the rows on record.
+      places: Settings that say where a run runs and where its data are. They
+        may change.
     """
     self.path = path
     # As they will look when read back.
@@ -120,8 +162,9 @@ class RunDirectory:
     self._about = about
     self._overwrite = overwrite
     self._length = length
-    self._lock: TextIO | None = None
-    self._is_new = False
+    self._places = frozenset(places)
+    self._lock: IO[str] | None = None
+    self._is_new = self._is_open = False
     # What there was not before.
     self._made: list[str] = []
     self._made_lock = False
@@ -132,11 +175,13 @@ class RunDirectory:
       try:
         os.makedirs(self.path, exist_ok=True)
         self._take_lock()
+        self._settle()
         before = self._read_settings()
         if before is not None and self._overwrite:
-          self._remove_run()
+          self._put_aside()
           before = None
         self._remove_leftovers()
+        _check_kinds(self.path)
         self._is_new = before is None
         config = {
             'flags': self._settings,
@@ -145,14 +190,19 @@ class RunDirectory:
         }
         if before is not None:
           self._check_settings(before)
+          earlier = self._read_config()
+          self._compare_versions(earlier)
+          config |= {name: earlier[name] for name in ('data',) & earlier.keys()}
           # How it began, if it is to go further now.
-          with open(self.join(_CONFIG)) as file:
-            config['earlier'] = json.load(file)
+          config['earlier'] = earlier
+        else:
+          files.write(self.join(MARKER), _MARK)
         if before != self._settings:
-          write_json(self.join(_CONFIG), config)
+          files.write_json(self.join(_CONFIG), config)
       except BaseException:
         self._leave()
         raise
+    self._is_open = True
     return self
 
   def __exit__(
@@ -161,16 +211,30 @@ class RunDirectory:
       error: BaseException | None,
       trace: types.TracebackType | None,
   ) -> None:
-    if kind is not None and self._is_new:
-      self._forget_if_empty()
+    if kind is not None:
+      self.give_up()
+    elif self._lock is not None:
+      self._settle()
     if self._lock is not None:
       self._lock.close()
+      self._lock = None
+      self._made, self._made_lock = [], False
 
-  def _forget_if_empty(self) -> None:
-    """A run that failed before it began does not hold the directory."""
-    pattern = os.path.join(glob.escape(self.path), '**', 'metrics.csv')
-    if not glob.glob(pattern, recursive=True):
+  def give_up(self) -> None:
+    """A run that ends before it has begun does not hold the directory.
+
+    An earlier one that was to be replaced comes back.
+    """
+    if self._lock is None:
+      self._leave()
+      return
+    had_earlier = os.path.lexists(self.join(_EARLIER))
+    self._settle()
+    if had_earlier or _is_recorded(self.path):
+      return
+    if self._is_new:
       self._remove_run()
+    if self._is_new or not self._is_open:
       self._leave()
 
   def _leave(self) -> None:
@@ -188,17 +252,51 @@ class RunDirectory:
     """The path of something in the directory."""
     return os.path.join(self.path, *names)
 
+  def check_data(self, fingerprint: str) -> None:
+    """Refuses to go on with other data than those that the run began with.
+
+    Args:
+      fingerprint: A hash of what was read; empty if nothing was.
+
+    Raises:
+      RunError: If it is another one.
+    """
+    with errors.file_errors(self.path):
+      config = self._read_config()
+      before = config.get('data')
+      if not fingerprint or before == fingerprint:
+        return
+      if before is not None and _is_recorded(self.path):
+        raise errors.RunError(
+            f'{self.path!r} holds a run on other data (their hash was'
+            f' {str(before)[:12]} and is {fingerprint[:12]}): put the old data'
+            ' back, choose another `output_dir`, or `overwrite` to start anew'
+        )
+      files.write_json(self.join(_CONFIG), config | {'data': fingerprint})
+
   def _take_lock(self) -> None:
     path = self.join(_LOCK)
+
+    def opener(name: str, flags: int) -> int:
+      # Neither follows a link nor waits for a pipe.
+      return os.open(
+          name, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+      )
+
     while True:
-      is_there = os.path.exists(path)
-      lock = open(path, 'a+')
+      is_there = os.path.lexists(path)
+      try:
+        lock = open(path, 'r+', opener=opener)
+      except OSError as error:
+        raise errors.RunError(
+            f'{path!r} cannot be locked ({error.strerror}): choose another'
+            ' `output_dir`'
+        ) from error
       # The system drops the lock when the process ends, however it ends.
       try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().strip() or 'unknown'
+        owner = lock.read(_LONGEST_LOCK).strip() or 'unknown'
         lock.close()
         raise errors.RunError(
             f'another process ({owner}) is running in {self.path!r}: wait for'
@@ -206,71 +304,140 @@ class RunDirectory:
         ) from None
       # Who had it may have removed the file just now.
       with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+        if os.path.samestat(os.fstat(lock.fileno()), os.lstat(path)):
           break
       lock.close()
     self._lock, self._made_lock = lock, not is_there
+    if os.fstat(lock.fileno()).st_size > _LONGEST_LOCK:
+      raise errors.RunError(
+          f'{path!r} is not a lock of ours; choose another `output_dir`'
+      )
     lock.truncate(0)
     lock.write(f'{os.getpid()}\n')
     lock.flush()
 
+  def _move(self, source: str, target: str) -> None:
+    """Moves what a run has written from one folder to another."""
+    for name in (*_OURS, MARKER):
+      if os.path.lexists(os.path.join(source, name)):
+        os.replace(os.path.join(source, name), os.path.join(target, name))
+
+  def _put_aside(self) -> None:
+    """Keeps the run that is there until the new one has recorded an epoch."""
+    moving = self.join(_MOVING)
+    os.mkdir(moving)
+    self._move(self.path, moving)
+    files.sync_directory(moving)
+    os.replace(moving, self.join(_EARLIER))
+    files.sync_directory(self.path)
+
+  def _settle(self) -> None:
+    """Removes an earlier run if the new one has begun, or else restores it."""
+    moving, earlier = self.join(_MOVING), self.join(_EARLIER)
+    if _is_folder(earlier):
+      if _is_recorded(self.path):
+        shutil.rmtree(earlier)
+        return
+      self._remove_run()
+      os.replace(earlier, moving)
+    if _is_folder(moving):
+      self._move(moving, self.path)
+      os.rmdir(moving)
+      files.sync_directory(self.path)
+
+  def settle(self) -> None:
+    """Removes the earlier run that was replaced, once there is a new one."""
+    if _is_recorded(self.path) and _is_folder(self.join(_EARLIER)):
+      with errors.file_errors(self.path):
+        shutil.rmtree(self.join(_EARLIER))
+
   def _remove_run(self) -> None:
-    # The settings last: while they are there, the rest is known to be ours.
-    for name in reversed(_OURS):
+    # The marker last: while it is there, the rest is known to be ours.
+    for name in (*reversed(_OURS), MARKER):
       if os.path.lexists(self.join(name)):
         _remove(self.join(name))
 
   def _remove_leftovers(self) -> None:
+    if not is_ours(self.path):
+      return
     here = glob.escape(self.path)
     for name in _LEFTOVERS:
-      for where in (here, os.path.join(here, 'runs', '*')):
+      for where in (here, os.path.join(here, _RUNS, '*')):
         for path in glob.glob(os.path.join(where, name)):
           _remove(path)
 
-  def _read_settings(self) -> dict[str, object] | None:
-    """Those of the run that is there; `None` if there is none."""
-    path = self.join(_CONFIG)
-    if not os.path.lexists(path):
-      found = [name for name in _OURS if os.path.lexists(self.join(name))]
-      if found:
-        raise errors.RunError(
-            f'{self.path!r} has {found[0]} but no {_CONFIG}: it is not a run of'
-            ' ours; choose another `output_dir`'
-        )
-      return None
-    try:
-      with open(path) as file:
-        content = json.load(file)
-    except ValueError:
-      if self._overwrite:
-        return {}
-      raise errors.RunError(
-          f'{path!r} is damaged: choose another `output_dir`, or `overwrite` to'
-          ' start anew'
-      ) from None
+  def _read_config(self) -> dict[str, object]:
+    content = files.read_json(self.join(_CONFIG))
     if not isinstance(content, dict) or not isinstance(
         content.get('flags'), dict
     ):
-      raise errors.RunError(
-          f'{path!r} is not of a run of ours; choose another `output_dir`'
+      raise ValueError('not settings')
+    return content
+
+  def _read_settings(self) -> dict[str, object] | None:
+    """Those of the run that is there; `None` if there is none."""
+    found = [name for name in _OURS if os.path.lexists(self.join(name))]
+    if not is_ours(self.path):
+      if found:
+        raise errors.RunError(
+            f'{self.path!r} has {found[0]} but no {MARKER}: it is not a run of'
+            ' ours, or one of another version; choose another `output_dir`'
+        )
+      return None
+    if not found:
+      return None
+    path = self.join(_CONFIG)
+    try:
+      with errors.file_errors(path, 'read'):
+        content = self._read_config()
+    except (ValueError, errors.RunError) as error:
+      if self._overwrite:
+        return {}
+      reason = str(error) if isinstance(error, errors.RunError) else (
+          f'{path!r} is damaged'
       )
+      raise errors.RunError(
+          f'{reason}: choose another `output_dir`, or `overwrite` to start anew'
+      ) from None
     if not self._overwrite:
       layout = content.get('layout')
-      checkpoints.check_layout(layout and str(layout), self.path)
-    return content['flags']
+      checkpoints.check_layout(str(layout) if layout else None, self.path)
+    flags = content['flags']
+    assert isinstance(flags, dict)
+    return flags
+
+  def _compare_versions(self, before: dict[str, object]) -> None:
+    """Warns if the code is not that with which the run began."""
+    now = json.loads(json.dumps(self._about, default=str))
+    found: list[str] = []
+    versions = before.get('versions'), now.get('versions')
+    if isinstance(versions[0], dict) and isinstance(versions[1], dict):
+      found += _differences(versions[0], versions[1])
+    if before.get('commit') != now.get('commit'):
+      found += _differences(
+          {'commit': before.get('commit')}, {'commit': now.get('commit')}
+      )
+    if found:
+      logging.warning(
+          'The run in %r goes on with other code than it began with: %s.',
+          self.path,
+          '; '.join(found),
+      )
 
   def _num_recorded(self) -> int:
     """Rows of the run, or of the longest if there are several."""
     here = glob.escape(self.path)
-    paths = glob.glob(os.path.join(here, 'runs', '*', 'metrics.csv'))
+    paths = glob.glob(os.path.join(here, _RUNS, '*', METRICS))
     found = [0]
-    for path in paths or glob.glob(os.path.join(here, 'metrics.csv')):
-      with open(path, 'rb') as file:
-        found.append(file.read().count(b'\n') - 1)
+    for path in paths or glob.glob(os.path.join(here, METRICS)):
+      with errors.file_errors(path, 'read'):
+        found.append(files.read(path).count(b'\n') - 1)
     return max(found)
 
   def _check_settings(self, before: dict[str, object]) -> None:
     known = dict(before)
+    for name in self._places & known.keys() & self._settings.keys():
+      known[name] = self._settings[name]
     if self._length in before:
       if self._num_recorded() <= self._settings[self._length]:
         known[self._length] = self._settings[self._length]

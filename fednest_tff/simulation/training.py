@@ -8,12 +8,15 @@ with the numbers of one that was not.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import os
 import signal
 import sys
 import threading
+import time
 import types
 from typing import NamedTuple, TypeAlias
 
+from absl import logging
 import tensorflow as tf
 import tensorflow_federated as tff
 import tqdm
@@ -21,6 +24,8 @@ import tqdm
 from fednest_tff.runtime.communication import communication_cost
 from fednest_tff.runtime.driver import Driver
 from fednest_tff.simulation import checkpoints, errors, records
+from fednest_tff.simulation import weights as weights_lib
+from fednest_tff.simulation.manifest import Manifest
 from fednest_tff.simulation.records import Row
 from fednest_tff.structures import Value
 
@@ -41,12 +46,50 @@ class Trial(NamedTuple):
       whenever it is asked.
     evaluate: From what a process has learnt (`get_model_weights`) to numbers.
     cohort_size: How many clients take part in an epoch.
+    fingerprint: A hash of the data that were read, so that a run does not go
+      on with others; empty if all data are made from the seed.
   """
 
   build: Callable[[str], Process]
   cohort: Callable[[int], Sequence[tf.data.Dataset]]
   evaluate: Callable[[Value], dict[str, float]]
   cohort_size: int
+  fingerprint: str = ''
+
+
+class _Signals:
+  """Notes signals instead of stopping in the middle of an epoch.
+
+  A second one stops at once. Signals that the process ignores, as SIGHUP under
+  nohup, stay ignored.
+  """
+
+  def __init__(self) -> None:
+    self.received: int | None = None
+    self._previous: dict[int, _Handler] = {}
+
+  def start(self) -> None:
+    """Begins to note them; before, whoever had a handler gets them."""
+    if self._previous:
+      return
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+          self._previous[number] = signal.signal(number, self._note)
+
+  def __enter__(self) -> '_Signals':
+    return self
+
+  def _note(self, number: int, frame: types.FrameType | None) -> None:
+    del frame
+    if self.received is not None:
+      raise errors.InterruptedRunError(number)
+    self.received = number
+
+  def __exit__(self, *error: object) -> None:
+    for number, handler in self._previous.items():
+      signal.signal(number, handler)
+    self._previous.clear()
 
 
 class _Watched:
@@ -56,10 +99,13 @@ class _Watched:
   `NonFiniteError`.
   """
 
-  def __init__(self, process: Process):
+  def __init__(self, process: Process, signals: _Signals):
     self._process = process
+    self._signals = signals
     self.state: Value = None
     self.epoch = 0
+    self.begin = time.monotonic()
+    self._has_warned = False
 
   def initialize(self) -> Value:
     return self._process.initialize()
@@ -73,9 +119,48 @@ class _Watched:
       reason = _not_finite(error)
       if reason is None:
         raise
+      if not any(map(_has_examples, cohort)):
+        raise _without_examples(self.epoch, cohort) from error
       raise errors.NonFiniteError(f'epoch {self.epoch}: {reason}') from error
+    if dict(output.metrics).get('num_examples') == 0:
+      raise _without_examples(self.epoch, cohort)
+    # From now on there is something to save.
     self.state = output.state
-    return output.state, output.metrics
+    self._signals.start()
+    self._warn(output.metrics)
+    seconds = time.monotonic() - self.begin
+    return output.state, {**output.metrics, records.SECONDS: seconds}
+
+
+
+  def _warn(self, metrics: Value) -> None:
+    """Says once that conjugate gradient cannot go on: x would stay in place."""
+    smallest = dict(metrics).get('ihgp_smallest_curvature', 0)
+    if smallest < 0 and not self._has_warned:
+      self._has_warned = True
+      logging.warning(
+          'Epoch %d: the inner loss has negative curvature (%.3g) along a'
+          ' direction of FedIHGP, so it is not strongly convex there. Conjugate'
+          ' gradient stops at it, and a Neumann series grows: add a ridge to'
+          ' the inner loss; see docs/tuning.md.',
+          self.epoch,
+          smallest,
+      )
+
+
+def _has_examples(client: object) -> bool:
+  if isinstance(client, tf.data.Dataset):
+    return next(iter(client.take(1)), None) is not None
+  return True
+
+
+def _without_examples(
+    epoch: int, cohort: Sequence[object]
+) -> errors.RunError:
+  return errors.RunError(
+      f'epoch {epoch}: none of the {len(cohort)} clients of its cohort has an'
+      ' example'
+  )
 
 
 def _not_finite(error: tf.errors.OpError) -> str | None:
@@ -84,33 +169,6 @@ def _not_finite(error: tf.errors.OpError) -> str | None:
     if 'not finite' in line or 'Inf' in line or 'NaN' in line:
       return line.split(' : Tensor had')[0].strip()
   return None
-
-
-class _Signals:
-  """Notes SIGINT and SIGTERM instead of stopping in the middle of an epoch.
-
-  A second one stops at once.
-  """
-
-  def __init__(self) -> None:
-    self.received: int | None = None
-    self._previous: dict[int, _Handler] = {}
-
-  def __enter__(self) -> '_Signals':
-    if threading.current_thread() is threading.main_thread():
-      for number in (signal.SIGINT, signal.SIGTERM):
-        self._previous[number] = signal.signal(number, self._note)
-    return self
-
-  def _note(self, number: int, frame: types.FrameType | None) -> None:
-    del frame
-    if self.received is not None:
-      raise KeyboardInterrupt
-    self.received = number
-
-  def __exit__(self, *error: object) -> None:
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -130,6 +188,28 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
     asyncio.set_event_loop(before)
 
 
+def _read_table(directory: str, manifest: Manifest) -> records.Table:
+  """The metrics so far; what is damaged comes from the last checkpoint."""
+  table, damage = records.read_table(directory, manifest)
+  if not damage:
+    return table
+  backup = checkpoints.newest_table(directory)
+  if backup is None:
+    raise errors.RunError(
+        f'{damage}, and there is no checkpoint to restore it from: choose'
+        ' another `output_dir`, or `overwrite` to start anew'
+    )
+  if len(backup.rows) < len(table.rows):
+    backup = table
+  logging.warning(
+      '%s; the rows up to epoch %d are restored, those after it are computed'
+      ' again.',
+      damage,
+      len(backup.rows),
+  )
+  return backup
+
+
 def train(
     trial: Trial,
     method: str,
@@ -147,7 +227,8 @@ def train(
     trial: The problem, its data and its evaluation.
     method: What `trial.build` is asked for.
     epochs: K.
-    directory: Where `metrics.csv`, `checkpoints/` and `tensorboard/` go.
+    directory: Where `metrics.csv`, `weights.npz` (after the last epoch; see
+      `load_weights`), `checkpoints/` and `tensorboard/` go. It is made.
     seed: The seed of the trial, for the records.
     epochs_per_evaluation: How often the evaluation runs. It also does at the
       end.
@@ -160,13 +241,22 @@ def train(
 
   Raises:
     NonFiniteError: If something is not finite, after recording it.
-    StoppedError: After SIGINT or SIGTERM, at the end of the epoch.
-    RunError: If a file cannot be written.
+    StoppedError: After SIGINT, SIGTERM or SIGHUP, at the end of the epoch. In
+      the first epoch after the start there is nothing to save yet, and they do
+      what they did before.
+    RunError: If a file cannot be written, or is damaged beyond repair.
   """
-  with errors.file_errors(directory):
-    checkpoints.check_states(directory)
+  def is_evaluated(epoch: int) -> bool:
+    return epoch % epochs_per_evaluation == 0 or epoch == epochs
+
+  checkpoints.check_states(directory)
+  with errors.file_errors(directory, 'read'):
+    manifest = Manifest(directory)
+  table = _read_table(directory, manifest)
+  if len(table.rows) == epochs != table.last_evaluated:
+    # The run was to go further when this epoch, now the last, was computed.
+    del table.rows[-1]
   process = trial.build(method)
-  watched = _Watched(process)
   with errors.file_errors(directory):
     recorder = records.Recorder(
         directory,
@@ -174,11 +264,17 @@ def train(
         # What drives a process round by round has the process itself.
         communication_cost(getattr(process, 'process', process)),
         trial.cohort_size,
+        table.without_evaluation(is_evaluated),
+        manifest,
     )
-  manager = checkpoints.Checkpoints(directory, recorder.last_epoch)
+  manager = checkpoints.Checkpoints(
+      directory, recorder.last_epoch, manifest, lambda: recorder.table
+  )
+  signals = _Signals()
+  watched = _Watched(process, signals)
   with (
       _event_loop() as loop,
-      _Signals() as signals,
+      signals,
       tqdm.tqdm(
           total=epochs,
           desc=title or method,
@@ -202,12 +298,16 @@ def train(
     def cohort(epoch: int) -> Sequence[tf.data.Dataset]:
       progress.update(epoch - 1 - progress.n)
       stop_if_asked(epoch - 1)
-      watched.epoch = epoch
-      return trial.cohort(epoch)
+      watched.epoch, watched.begin = epoch, time.monotonic()
+      clients = trial.cohort(epoch)
+      if not clients:
+        raise _without_examples(epoch, clients)
+      return clients
 
     def evaluate(state: Value, epoch: int) -> dict[str, float]:
-      if epoch % epochs_per_evaluation and epoch != epochs:
+      if not is_evaluated(epoch):
         return {}
+      recorder.table.last_evaluated = epoch
       return trial.evaluate(process.get_model_weights(state))
 
     state = tff.simulation.run_training_process(
@@ -221,6 +321,10 @@ def train(
         metrics_managers=[recorder],
     )
     loop.run_until_complete(manager.save(state, epochs))
+    weights_lib.save_weights(
+        os.path.join(directory, weights_lib.WEIGHTS),
+        process.get_model_weights(state),
+    )
     # Or else a signal in the last epoch would not keep the next run from
     # starting.
     stop_if_asked(epochs)

@@ -9,24 +9,40 @@ import tensorflow as tf
 import fednest_tff
 from fednest_tff.local import sampling
 from fednest_tff.local.sampling import Purpose
-from tests.helpers import quadratic, reference, small_problems
+from tests.helpers import later_methods, quadratic, small_problems
 
 CLIENTS = quadratic.make_clients(examples=(2, 3, 5), seed=3)
 DATASETS = quadratic.to_datasets(CLIENTS)
 T, L = 3, 4.0
-SETTINGS = reference.Settings(
-    alpha=0.1, beta=0.15, inner_rounds=T, inner_steps=2, outer_steps=2,
-    neumann_terms=T, smoothness=L,
+FORM = quadratic.ClosedForm(CLIENTS, (2, 3, 5))
+
+
+def count(examples):
+  return tf.shape(examples['A'])[0]
+
+
+# Samples of one in all sums of FedInn; in LFedInn's local steps only, so that
+# its chain has a closed form.
+SAMPLES = dict(
+    fedinn=dict(batch_size=1, gradient_batch_size=1),
+    lfedinn=dict(batch_size=2),
 )
-FORM = quadratic.ClosedForm(CLIENTS)
+SPLITS = dict(fedinn=0.5, lfedinn='same')
+
+
+@functools.cache
+def problem(inner_method):
+  return quadratic.build_problem(split=SPLITS[inner_method])
 
 
 @functools.cache
 def build(inner_method):
+  """tau_i and the weights are the clients' numbers of examples."""
   return fednest_tff.build(
-      quadratic.build_problem(), 'aggitd', inner_method=inner_method,
+      problem(inner_method), 'aggitd', inner_method=inner_method,
       inner_rounds=T, inner_learning_rate=0.15, outer_learning_rate=0.1,
-      inner_local_steps=2, outer_local_steps=2, smoothness=L,
+      inner_local_steps=count, outer_local_steps=count, smoothness=L,
+      client_weighting='num_examples', **SAMPLES[inner_method],
   )
 
 
@@ -34,44 +50,29 @@ def stop(epoch):
   """Q of an epoch."""
   seed = sampling.fold_in(tf.constant([0, 0], tf.int64), epoch)
   seed = sampling.fold_in(seed, T)  # The outer call is the last of T + 1.
-  return int(
-      tf.random.stateless_uniform(
-          [], sampling.fold_in(seed, Purpose.NEUMANN_STOP), 0, T, tf.int32
-      )
+  return later_methods.stop(
+      sampling.fold_in(seed, Purpose.NEUMANN_STOP), T
   )
-
-
-def numpy_epoch(inner_method, x, y, Q):
-  inner = reference.fed_inn if inner_method == 'fedinn' else reference.lfed_inn
-  r = np.zeros_like(y)
-  for t in range(T):
-    if t == Q:
-      r = FORM.gradient_in_inner(x, y)
-    elif t > Q:
-      r = r - FORM.A @ r / L
-    y = inner(FORM, x, y, SETTINGS)
-  h = FORM.direct_gradient(x, y) - FORM.mixed_product(T / L * r)
-  ends = []
-  for c in FORM.locals:
-    x_i = x
-    for _ in range(2):
-      d = c.direct_gradient(x_i, y) - c.direct_gradient(x, y) + h
-      x_i = x_i - 0.1 * d
-    ends.append(x_i)
-  return FORM.mean(ends), y
 
 
 @pytest.mark.parametrize('inner_method', ['fedinn', 'lfedinn'])
 def test_epochs_equal_numpy(inner_method):
-  """As many epochs as it takes to see every Q, the last one included."""
+  """Minibatches, unequal tau_i and weights; all Q, the last one included."""
   process = build(inner_method)
+  clients = later_methods.Clients(
+      problem(inner_method), DATASETS, weighting=count
+  )
+  settings = later_methods.Settings(
+      alpha=0.1, beta=0.15, inner_rounds=T, smoothness=L, tau=count,
+      **SAMPLES[inner_method],
+  )
   state = process.initialize()
   x, y = state.outer, state.inner
   seen = set()
   for epoch in range(8):
     seen.add(stop(epoch))
     state = process.next(state, DATASETS).state
-    x, y = numpy_epoch(inner_method, x, y, stop(epoch))
+    x, y = later_methods.agg_itd(clients, x, y, settings, epoch, inner_method)
     np.testing.assert_allclose(state.outer, x, rtol=1e-10)
     np.testing.assert_allclose(state.inner, y, rtol=1e-10)
   assert seen == set(range(T))
@@ -79,7 +80,7 @@ def test_epochs_equal_numpy(inner_method):
 
 def test_mean_over_the_stop_with_y_frozen():
   """Closed form 6: mean of lambda T r = (I - (I - lambda H)^T) v*."""
-  process = build('fedinn')
+  process = build('lfedinn')
   start = process.initialize()
   frozen = process.set_hparams(
       start,
@@ -87,8 +88,6 @@ def test_mean_over_the_stop_with_y_frozen():
       | dict(inner_learning_rate=np.float64(1e-300)),
   )
   x, y = start.outer, start.inner
-  # h by the outer step, the first of two local steps being exact: with one
-  # example per client the second is not, so h comes from a single client.
   found = {}
   for epoch in range(12):
     state = frozen._replace(epoch=np.int32(epoch))

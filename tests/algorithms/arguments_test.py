@@ -1,37 +1,27 @@
 """Arguments that builders refuse: the message names them."""
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import fednest_tff
-from tests.helpers import processes, quadratic
+from tests.helpers import processes, quadratic, small_problems
 
 RATES = dict(inner_learning_rate=0.1, outer_learning_rate=0.1)
 
 
 @pytest.fixture(scope='module')
 def problem():
-  return quadratic.build_problem()
+  return small_problems.bilevel()
 
 
 @pytest.fixture(scope='module')
 def single_level():
-  return fednest_tff.single_level(
-      lambda x, batch: quadratic.outer_loss(x, np.zeros(quadratic.DY), batch),
-      quadratic.init_outer,
-      quadratic.element_spec(),
-  )
+  return small_problems.single_level()
 
 
 @pytest.fixture(scope='module')
 def minimax():
-  return fednest_tff.minimax(
-      lambda x, y, batch: -quadratic.inner_loss(x, y, batch),
-      quadratic.init_outer,
-      quadratic.init_inner,
-      quadratic.element_spec(),
-  )
+  return small_problems.minimax()
 
 
 def _refuses(name, builder, problem, **options):

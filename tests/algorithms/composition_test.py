@@ -66,8 +66,13 @@ def build(problem):
 COMMON = {
     'inner_loss', 'client_drift', 'inner_update_norm', 'outer_loss',
     'outer_drift', 'outer_update_norm', 'num_clients', 'num_examples',
+    'client_work',
 }  # fmt: skip
-Q, H = {'inner_gradient_norm'}, {'hypergradient_norm'}
+Q = {'inner_gradient_norm'}
+H = {
+    'hypergradient_norm', 'ihgp_residual', 'ihgp_largest_curvature',
+    'ihgp_smallest_curvature', 'smoothness',
+}
 METRICS = {
     'fednest': COMMON | Q | H,
     'lfednest': COMMON,

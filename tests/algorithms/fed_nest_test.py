@@ -65,6 +65,7 @@ def _build_thorough(method):
   return quadratic_process(method, THOROUGH, ihgp='cg')
 
 
+@pytest.mark.usefixtures('compiled')
 def test_fednest_alone_reaches_the_solution_when_clients_differ():
   """The paper's point: local Hessians and local SGD inside stop elsewhere."""
   clients = quadratic.make_clients(examples=(2,), seed=1)

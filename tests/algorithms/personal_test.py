@@ -98,7 +98,9 @@ def test_a_step_is_along_the_mean_of_exact_hypergradients():
       outer_loss=f, inner_loss=g, inner_distance=distance, outer_drift=drift,
       outer_update_norm=0.3 * np.linalg.norm(h), num_clients=3, num_examples=6,
   )
-  assert set(metrics) == set(expected)
+  # The last one is what TFF's training program reads.
+  assert set(metrics) == {*expected, 'client_work'}
+  assert metrics['client_work']['train']['loss'] == metrics['outer_loss']
   for name, value in expected.items():
     np.testing.assert_allclose(metrics[name], value, rtol=1e-10, err_msg=name)
   np.testing.assert_allclose(f, FORM.objective(X), rtol=1e-12)
@@ -152,7 +154,7 @@ def test_epochs_equal_numpy(batch_size):
     client = CLIENTS[number]
     if batch_size is None:
       return personal.full_batches(client)
-    seed = personal.client_seed(client, states[epoch])
+    seed = personal.client_seed(client, states[epoch].seed, epoch)
     return personal.minibatches(client, batch_size, SETTINGS, seed)
 
   def draws(client, epoch):

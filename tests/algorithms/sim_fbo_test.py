@@ -233,6 +233,7 @@ def test_divided_steps():
 # Reductions to known methods.
 
 
+@functools.cache
 def minimax_problem():
   """f = x'B y + |x|^2 / 2 - |y|^2 / 2 over unequal clients."""
 
@@ -293,6 +294,7 @@ def test_minimax_is_local_descent_ascent_with_two_sided_steps(method):
   assert state.method.linear == ()
 
 
+@functools.cache
 def _compositional():
   return fednest_tff.compositional(
       lambda y, batch: tf.reduce_mean((y - batch['b']) ** 2),

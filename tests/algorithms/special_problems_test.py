@@ -19,8 +19,13 @@ SADDLE_SETTINGS = reference.Settings(
 
 
 @functools.cache
+def _saddle_problem():
+  return Saddle().problem()
+
+
+@functools.cache
 def _saddle_process(method):
-  return build(Saddle().problem(), method, SADDLE_SETTINGS)
+  return build(_saddle_problem(), method, SADDLE_SETTINGS)
 
 
 @pytest.mark.parametrize('method', reference.METHODS)
@@ -113,6 +118,11 @@ class Composition:
     )
 
 
+@functools.cache
+def _composition_problem():
+  return Composition().problem()
+
+
 # The Hessian is the identity: one term with l = 1 is exact, whatever is asked.
 COMPOSITION_SETTINGS = reference.Settings(
     alpha=0.1, beta=0.5, inner_rounds=1, inner_steps=3, outer_steps=2,
@@ -124,7 +134,7 @@ COMPOSITION_SETTINGS = reference.Settings(
 def test_compositional_epochs_equal_numpy(method):
   case = Composition()
   process = build(
-      case.problem(),
+      _composition_problem(),
       method,
       COMPOSITION_SETTINGS,
       ihgp='stochastic',
@@ -145,7 +155,7 @@ def test_compositional_epochs_equal_numpy(method):
 def test_fednest_solves_the_compositional_problem():
   case = Composition()
   process = fednest_tff.build(
-      case.problem(),
+      _composition_problem(),
       outer_learning_rate=0.3,
       inner_learning_rate=0.5,
       inner_local_steps=4,

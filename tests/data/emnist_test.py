@@ -1,5 +1,8 @@
 """EMNIST by writer from .npz files, whole and damaged."""
 
+import os
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -209,3 +212,54 @@ def test_no_npz_or_several(tmp_path):
   assert_error(tmp_path, r'2 \.npz files \(a.npz, b.npz\)', tmp_path)
   missing = tmp_path / 'typo'
   assert_error(missing, '`data_dir`=.* does not exist', missing)
+
+
+def rewrite(path, member, content):
+  """Replaces a member of a zip file."""
+  with zipfile.ZipFile(path) as archive:
+    members = {name: archive.read(name) for name in archive.namelist()}
+  members[member] = content
+  with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as archive:
+    for name, each in members.items():
+      archive.writestr(name, each)
+
+
+@pytest.mark.parametrize(
+    'change, expected',
+    [
+        (lambda content: b'no array at all', 'train_labels is not an array'),
+        (lambda content: b'', 'train_labels is not an array'),
+        # A bomb: more than the header promises, packed into a few bytes.
+        (
+            lambda content: content + bytes(2**26),
+            'has 67108904 bytes where its header promises 40',
+        ),
+        (lambda content: content[:-1], 'has 39 bytes'),
+        (
+            lambda content: content.replace(b'(40,)', b'[2**9', 1),
+            'damaged|is not an array',
+        ),
+        (
+            lambda content: content.replace(
+                b'(40,), }' + b' ' * 12, b'(9999999999999,), } ', 1
+            ),
+            'promises 9999999999999 bytes',
+        ),
+    ],
+)
+def test_member_that_is_no_array(tmp_path, change, expected):
+  path = tmp_path / 'some.npz'
+  np.savez(path, **make_arrays())
+  with zipfile.ZipFile(path) as archive:
+    content = archive.read('train_labels.npy')
+  changed = change(content)
+  assert changed != content
+  rewrite(path, 'train_labels.npy', changed)
+  assert_error(path, expected, tmp_path)
+
+
+def test_pipe_in_place_of_the_file(tmp_path):
+  path = tmp_path / 'some.npz'
+  os.mkfifo(path)
+  assert_error(path, 'it is not a file', tmp_path)
+  assert_error(path, 'it is not a file', path)

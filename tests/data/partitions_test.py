@@ -215,7 +215,7 @@ BAD_CALLS = {
         dict(name='dirichlet', dirichlet_alpha=alpha),
         r'`dirichlet_alpha`',
     )
-    for alpha in (0.0, -1.0, np.inf, np.nan)
+    for alpha in (0.0, -1.0, 1e-300, 9e-7, np.inf, np.nan)
 }
 
 

@@ -1,6 +1,8 @@
 """Digits, IDX files (each kind of damage) and tensorflow-datasets."""
 
 import gzip
+import os
+import shutil
 import struct
 import types
 import urllib.error
@@ -8,6 +10,7 @@ import urllib.error
 import numpy as np
 import pytest
 
+from fednest_tff import data
 from fednest_tff.data import DATASETS, DataError, load, sources
 
 NAMES = {
@@ -177,7 +180,12 @@ DAMAGES = {
     'huge': (
         'train_images',
         lambda b: struct.pack('>4I', 2051, *[2**32 - 1] * 3) + b[16:],
-        'cut short',
+        'its header promises',
+    ),
+    'bomb': (
+        'train_labels',
+        lambda b: gzip.compress(b + bytes(2**26)),
+        r'too long, \d\d bytes or more',
     ),
     'cut gzip': (
         'train_images',
@@ -237,6 +245,36 @@ def test_directory_in_place_of_a_file(mnist):
   path.unlink()
   path.mkdir()
   assert f'{path}: cannot be read' in read_error('mnist', mnist)
+  # A pipe that nobody writes to would be waited for.
+  path.rmdir()
+  os.mkfifo(path)
+  assert f'{path}: cannot be read' in read_error('mnist', mnist)
+
+
+def test_no_more_is_unpacked_than_the_header_promises(mnist, monkeypatch):
+  path = mnist / NAMES['train_labels']
+  edit(path, lambda b: gzip.compress(b + bytes(2**26)))
+  read, sizes = gzip.GzipFile.read, []
+
+  def noted(self, size=-1):
+    sizes.append(size)
+    return read(self, size)
+
+  monkeypatch.setattr(gzip.GzipFile, 'read', noted)
+  read_error('mnist', mnist)
+  assert sizes and 0 <= min(sizes) and sum(sizes) < 200
+
+
+def test_fingerprint(mnist, tmp_path):
+  """The same for the same data elsewhere; another for one pixel."""
+  before = data.fingerprint(load('mnist', mnist))
+  elsewhere = shutil.copytree(mnist, tmp_path / 'elsewhere')
+  path = elsewhere / NAMES['test_images']
+  path.with_name(f'{path.name}.gz').write_bytes(gzip.compress(path.read_bytes()))
+  path.unlink()
+  assert data.fingerprint(load('mnist', elsewhere)) == before
+  edit(mnist / NAMES['train_images'], lambda b: flip(b, -1))
+  assert data.fingerprint(load('mnist', mnist)) != before
 
 
 def test_no_directory(tmp_path):

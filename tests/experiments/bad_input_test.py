@@ -7,25 +7,25 @@ import os
 import pathlib
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 
 import matplotlib.figure
 import numpy as np
 import pytest
-import tensorflow as tf
 import tensorflow_federated as tff
 
-from experiments import program
-from fednest_tff import simulation
-from fednest_tff.simulation import training
-from tests.helpers.binaries import command
+from experiments import program, report
+from fednest_tff import data, simulation
+from fednest_tff.simulation import checkpoints, files, manifest, records
+from tests.helpers.binaries import EXPERIMENTS, command
 
 pytestmark = pytest.mark.usefixtures('default_context')
 
 # Quick to compile.
 TINY = [
-    '--num_clients=2', '--dimension=2', '--unroll=0', '--epochs=2',
+    '--num_clients=2', '--dimension=2', '--nocompiled', '--epochs=2',
     '--method=fedavg_s',
 ]
 FOREIGN = 'not ours'
@@ -137,12 +137,53 @@ BAD_FLAGS = [
     ),
     ('minimax', ['--runtime=cloud'], ['--runtime']),
     ('minimax', ['--runtime=native', '--unroll=3'], ['unroll']),
-    ('minimax', ['--runtime=workers'], ['workers']),
+    ('minimax', ['--runtime=ray', '--address=here'], ['--address', 'here']),
+    ('minimax', ['--num_workers=2'], ['--num_workers', 'ray']),
     (
         'single_level',
         ['--method=fedavg', '--client_weighting=num_examples'],
         ['--client_weighting', '--method=fedavg'],
     ),
+    ('minimax', ['--seed=9223372036854775808'], ['--seed']),
+    ('minimax', ['--seed=2147483647'], ['--seed']),
+    ('minimax', ['--epochs=99999999999999999999'], ['--epochs']),
+    ('minimax', ['--seeds=1000000000'], ['--seeds', '10000']),
+    ('minimax', ['--num_clients=1000000000000'], ['--num_clients']),
+    (
+        'minimax',
+        ['--num_clients=100000', '--dimension=2000'],
+        ['--num_clients', '--dimension'],
+    ),
+    ('minimax', ['--batch_size=9223372036854775808'], ['--batch_size']),
+    ('minimax', ['--inner_rounds=1000000000'], ['--inner_rounds']),
+    (
+        'minimax',
+        ['--inner_local_epochs=2'],
+        ['--inner_local_epochs', 'no effect', '--inner_local_steps=5'],
+    ),
+    ('compositional', ['--inner_local_epochs=2'], ['--inner_local_epochs']),
+    (
+        'minimax',
+        ['--inner_local_epochs=2', '--inner_local_steps=3'],
+        ['--inner_local_epochs', '--inner_local_steps', 'together'],
+    ),
+    (
+        DIGITS,
+        ['--inner_local_epochs=2', '--inner_local_steps=3'],
+        ['--inner_local_epochs', '--inner_local_steps', 'together'],
+    ),
+    (
+        DIGITS,
+        ['--method=lfednest', '--local_epochs=2', '--local_steps=3'],
+        ['--local_epochs'],
+    ),
+    (DIGITS, ['--hidden=99999999999'], ['--hidden']),
+    (
+        DIGITS,
+        ['--partition=dirichlet', '--dirichlet_alpha=1e-300'],
+        ['--dirichlet_alpha'],
+    ),
+    (DIGITS, ['--dataset=mnist', '--data_dir=\udcff'], ['--data_dir', 'UTF-8']),
     ('minimax', ['--devices=GPU:7'], ['GPU:7']),
     ('minimax', ['surplus'], ['surplus']),
     ('minimax', ['--flagfile=/no/such/file'], ['/no/such/file']),
@@ -158,17 +199,52 @@ def test_bad_flag(refused, name, arguments, parts):
     assert part in message
 
 
+@pytest.mark.parametrize('kind', ['binary', 'pipe', 'folder', 'itself'])
+def test_flag_file_that_is_no_text(refused, tmp_path, kind):
+  path = tmp_path / 'some.flags'
+  if kind == 'binary':
+    path.write_bytes(bytes(range(256)))
+  elif kind == 'pipe':
+    os.mkfifo(path)
+  elif kind == 'folder':
+    path.mkdir()
+  else:
+    path.write_text(f'--epochs=1\n--flagfile={path}\n')
+  assert str(path) in refused('minimax', f'--flagfile={path}')
+
+
+def test_undecodable_directory(refused, tmp_path):
+  where = os.path.join(tmp_path, os.fsdecode(b'run\xff'))
+  assert '--output_dir' in refused('minimax', *TINY, directory=where)
+
+
+def test_constant_images(refused, tmp_path):
+  folder = tmp_path / 'mnist'
+  folder.mkdir()
+  for part in ('train', 't10k'):
+    (folder / f'{part}-images-idx3-ubyte').write_bytes(
+        struct.pack('>4I', 0x803, 20, 4, 4) + bytes(20 * 16)
+    )
+    (folder / f'{part}-labels-idx1-ubyte').write_bytes(
+        struct.pack('>2I', 0x801, 20) + bytes(range(10)) * 2
+    )
+  message = refused(
+      DIGITS, '--dataset=mnist', f'--data_dir={folder}', '--num_clients=2'
+  )
+  assert 'are equal' in message and '--nostandardize' in message
+
+
 def test_damaged_data(refused, tmp_path):
-  data = tmp_path / 'mnist'
-  data.mkdir()
-  options = ['--dataset=mnist', f'--data_dir={data}']
+  folder = tmp_path / 'mnist'
+  folder.mkdir()
+  options = ['--dataset=mnist', f'--data_dir={folder}']
   assert 'train-images-idx3-ubyte' in refused(DIGITS, *options)
   for name in (
       'train-images-idx3-ubyte', 'train-labels-idx1-ubyte',
       't10k-images-idx3-ubyte', 't10k-labels-idx1-ubyte',
   ):
-    (data / name).write_bytes(b'rubbish')
-  assert str(data) in refused(DIGITS, *options)
+    (folder / name).write_bytes(b'rubbish')
+  assert str(folder) in refused(DIGITS, *options)
 
 
 def test_other_flags(refused, finished):
@@ -186,10 +262,11 @@ def save_state(directory, state, epoch):
   """Puts a state in place of the run's own ones."""
   folder = directory / 'checkpoints'
   for path in folder.glob('program_state_*'):
-    shutil.rmtree(path)
-  manager = tff.program.FileProgramStateManager(str(folder))
-  with training._event_loop() as loop:
-    loop.run_until_complete(manager.save(state, epoch))
+    path.unlink()
+  checkpoints.write_state(str(folder / f'program_state_{epoch}.npz'), state)
+  found = manifest.Manifest(str(directory))
+  found.states = {}
+  found.write()
 
 
 def make_old(directory):
@@ -211,7 +288,7 @@ def test_checkpoint_of_the_old_layout(refused, finished, epochs):
   make_old(finished)
   flags = [*TINY, f'--epochs={epochs}']
   message = refused('minimax', *flags, directory=finished)
-  assert 'another version' in message and 'state layout 1, not 2' in message
+  assert 'another version' in message and 'state layout 1, not 4' in message
   assert '--output_dir' in message and '--overwrite' in message
 
 
@@ -219,7 +296,7 @@ def test_old_layout_starts_anew_if_asked(finished):
   make_old(finished)
   code = command('minimax', *TINY, '--overwrite', f'--output_dir={finished}')
   assert code == 0
-  assert json.loads((finished / 'config.json').read_text())['layout'] == 2
+  assert json.loads((finished / 'config.json').read_text())['layout'] == 4
   # And goes on.
   more = [*TINY, '--epochs=3', f'--output_dir={finished}']
   assert command('minimax', *more) == 0
@@ -251,7 +328,7 @@ def test_checkpoint_of_another_structure(finished, capfd):
 def test_overwrite(refused, finished, capfd):
   mine = finished / 'notes.txt'
   mine.write_text(FOREIGN)
-  half = finished / 'metrics.csv_temp1234'
+  half = finished / 'metrics.csv.tmp'
   half.write_text('epo')
   # What fails does so before anything is removed.
   other = ['--overwrite', '--outer_learning_rate=0.01']
@@ -319,6 +396,131 @@ def test_refused_by_permissions(refused, tmp_path):
   assert 'Permission' in refused('minimax', *TINY, directory=directory)
 
 
+@pytest.mark.parametrize('kind', ['empty', 'garbage', 'number', 'folder'])
+def test_damaged_note_of_what_was_not_finite(finished, capfd, caplog, kind):
+  path = finished / 'not_finite.json'
+  if kind == 'folder':
+    path.mkdir()
+  else:
+    texts = dict(empty='', garbage='{"flags', number='3')
+    path.write_text(texts[kind])
+  before = (finished / 'metrics.csv').read_bytes()
+  capfd.readouterr()
+  code = command('minimax', *TINY, f'--output_dir={finished}')
+  assert code == (2 if kind == 'folder' else 0)
+  error = capfd.readouterr().err + caplog.text
+  assert error.count('\n') == 1 and str(path) in error
+  assert (finished / 'metrics.csv').read_bytes() == before
+  assert path.exists() == (kind == 'folder')
+
+
+@pytest.mark.parametrize('name', ['checkpoints', 'tensorboard', 'runs'])
+def test_file_in_place_of_a_folder(refused, finished, name):
+  shutil.rmtree(finished / name, ignore_errors=True)
+  (finished / name).write_text(FOREIGN)
+  message = refused('minimax', *TINY, '--epochs=3', directory=finished)
+  assert str(finished / name) in message and 'not a directory' in message
+
+
+def test_damaged_row_of_a_finished_run(finished, caplog):
+  """It is restored when the run is read again."""
+  path = finished / 'metrics.csv'
+  before = path.read_bytes()
+  path.write_bytes(before.replace(b'\n2,', b'\n3,', 1))
+  assert command('minimax', *TINY, f'--output_dir={finished}') == 0
+  assert 'the row of epoch 2' in caplog.text
+  assert path.read_bytes() == before
+
+
+def test_other_data(finished, capfd, monkeypatch):
+  """Refused once a row is there."""
+  make = program._trial
+
+  def read(fingerprint):
+    monkeypatch.setattr(
+        program,
+        '_trial',
+        lambda *args: make(*args)._replace(fingerprint=fingerprint),
+    )
+
+  read('a' * 64)
+  flags = [*TINY, f'--output_dir={finished}']
+  assert command('minimax', *flags, '--epochs=3') == 0
+  config = json.loads((finished / 'config.json').read_text())
+  assert config['data'] == 'a' * 64
+  read('b' * 64)
+  before = (finished / 'metrics.csv').read_bytes()
+  capfd.readouterr()
+  assert command('minimax', *flags, '--epochs=4') == 2
+  error = capfd.readouterr().err
+  assert error.count('\n') == 1 and 'other data' in error
+  assert '--overwrite' in error
+  assert (finished / 'metrics.csv').read_bytes() == before
+
+
+def test_experiments_with_images_know_what_they_read(monkeypatch):
+  trial = simulation.Trial(lambda method: None, None, None, 2)
+  experiment = EXPERIMENTS[DIGITS]._replace(make_trial=lambda *args: trial)
+  settings = experiment.resolve({})
+  found = program._trial(experiment, settings, 0).fingerprint
+  assert found == data.fingerprint(data.load('digits'))
+  assert len(found) == 64
+
+
+def test_unexpected_error(tmp_path, capfd, monkeypatch):
+  """One line, the traceback in a file that it names, a code of its own."""
+
+  def fails(*args):
+    raise RuntimeError('a worker\nis gone')
+
+  directory = tmp_path / 'run'
+  arguments = [*TINY, f'--output_dir={directory}']
+  with monkeypatch.context() as patched:
+    patched.setattr(program, '_trial', fails)
+    assert command('minimax', *arguments) == 70
+  error = capfd.readouterr().err
+  assert error.count('\n') == 1
+  assert error.startswith('error: RuntimeError: a worker is gone (traceback')
+  path = pathlib.Path(error.split("'")[1])
+  assert 'Traceback' in path.read_text() and 'in fails' in path.read_text()
+  path.unlink()
+  # The run had not begun; once it has, the file is beside it.
+  assert not directory.exists()
+  assert command('minimax', *arguments) == 0
+  monkeypatch.setattr(report, 'summary', fails)
+  capfd.readouterr()
+  assert command('minimax', *arguments) == 70
+  assert str(directory / 'traceback.txt') in capfd.readouterr().err
+
+
+def test_standard_output_that_is_full(finished, capfd, monkeypatch):
+  with open('/dev/full', 'w') as full:
+    monkeypatch.setattr(sys, 'stdout', full)
+    code = command('minimax', *TINY, f'--output_dir={finished}')
+    monkeypatch.undo()
+  assert code == 2
+  error = capfd.readouterr().err
+  assert error == (
+      'error: cannot write to standard output: No space left on device\n'
+  )
+
+
+def test_files_that_cannot_be_read(finished, capfd, monkeypatch):
+  """The message does not say that something cannot be written."""
+  read = files.read
+
+  def refuse(path):
+    if str(path).endswith('metrics.csv'):
+      raise PermissionError(errno.EACCES, 'Permission denied', path)
+    return read(path)
+
+  monkeypatch.setattr(files, 'read', refuse)
+  assert command('minimax', *TINY, f'--output_dir={finished}') == 2
+  error = capfd.readouterr().err
+  assert 'cannot read' in error and 'write' not in error
+  assert 'untouched' not in error
+
+
 def test_second_process(refused, finished):
   with open(finished / '.lock', 'a') as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -345,24 +547,25 @@ def test_full_disk_at_the_end(finished, capfd, monkeypatch):
 @pytest.mark.parametrize('place', ['metrics.csv', 'program_state_2'])
 def test_full_disk_while_running(tmp_path, capfd, monkeypatch, place):
   directory = tmp_path / 'run'
-  rename = tf.io.gfile.rename
+  replace = os.replace
 
-  def full(source, target, **options):
-    if place in target and (directory / 'checkpoints').exists():
-      raise tf.errors.ResourceExhaustedError(
-          None, None, f'{target}; No space left on device'
-      )
-    rename(source, target, **options)
+  def full_replace(source, target):
+    if place in target:
+      raise OSError(errno.ENOSPC, 'No space left on device', target)
+    replace(source, target)
 
   flags = [*TINY, '--epochs_per_checkpoint=1', f'--output_dir={directory}']
   with monkeypatch.context() as patched:
-    patched.setattr(tf.io.gfile, 'rename', full)
+    patched.setattr(os, 'replace', full_replace)
     assert command('minimax', *flags) == 2
   error = capfd.readouterr().err
   assert error.count('\n') == 1 and error.startswith('error: cannot write')
   assert 'No space left' in error
-  assert not list(directory.glob('checkpoints/*_temp*'))
-  assert (directory / 'checkpoints' / 'program_state_0').exists()
+  assert not list(directory.glob('checkpoints/*.tmp'))
+  # A run without a row has not begun.
+  has_begun = place != 'metrics.csv'
+  states = directory / 'checkpoints'
+  assert (states / 'program_state_0.npz').exists() == has_begun
   # There is space again.
   assert command('minimax', *flags) == 0
   rows = simulation.read_rows(str(directory / 'metrics.csv'))
@@ -392,10 +595,12 @@ def test_not_finite(tmp_path, capfd, epochs):
 
 def test_not_finite_in_the_last_epoch(finished, capfd):
   """Killed after the row was written, before the message was."""
-  path = finished / 'metrics.csv'
-  rows = simulation.read_rows(str(path))
-  rows[-1]['outer_loss'] = float('nan')
-  simulation.write_rows(str(path), rows)
+  found = manifest.Manifest(str(finished))
+  table, _ = records.read_table(str(finished), found)
+  table.rows[-1]['outer_loss'] = 'nan'
+  found.set_lines(table.lines())
+  found.write()
+  (finished / 'metrics.csv').write_bytes(b''.join(table.lines()))
   assert command('minimax', *TINY, f'--output_dir={finished}') == 3
   assert 'epoch 2: outer_loss is nan' in capfd.readouterr().err
 
@@ -403,7 +608,7 @@ def test_not_finite_in_the_last_epoch(finished, capfd):
 def test_one_method_diverges_and_the_other_goes_on(tmp_path, capfd):
   directory = tmp_path / 'run'
   code = command(
-      'single_level', '--unroll=0', '--num_clients=2', '--epochs=3',
+      'single_level', '--nocompiled', '--num_clients=2', '--epochs=3',
       '--outer_learning_rate=1e30', '--epochs_per_evaluation=2',
       f'--output_dir={directory}',
   )

@@ -16,6 +16,7 @@ from experiments import (
     hyper_representation,
     loss_tuning,
     minimax,
+    personalization,
     program,
     report,
     runtimes,
@@ -24,7 +25,6 @@ from experiments import (
 )
 import fednest_tff
 from fednest_tff import simulation
-from fednest_tff.runtime import workers
 from fednest_tff.simulation import checkpoints
 
 pytestmark = pytest.mark.usefixtures('default_context')
@@ -34,13 +34,13 @@ CONTRACT = [
     'method', 'seed',
 ]
 IMAGES = dict(
-    epochs=2, unroll=0, num_clients=4, clients_per_round=3, hidden=['6'],
+    epochs=2, compiled=False, num_clients=4, clients_per_round=3, hidden=['6'],
     inner_local_epochs=1, batch_size=32, neumann_terms=2,
 )
 # Quicker to compile.
 LIGHT = IMAGES | dict(method=['lfednest'])
 ALONE = LIGHT | dict(num_clients=None, clients_per_round=None)
-SMALL = dict(epochs=3, unroll=0, num_clients=3)
+SMALL = dict(epochs=3, compiled=False, num_clients=3)
 DISTANCES = ['x_distance', 'y_distance']
 ACCURACY = ['test_accuracy', 'test_loss']
 BALANCED = ['balanced_accuracy', *ACCURACY]
@@ -96,6 +96,11 @@ CASES = {
 }
 
 
+def experiment_options(experiment, methods):
+  """The names of all settings of an experiment with these methods."""
+  return vars(experiment.resolve(dict(method=methods)))
+
+
 def run(experiment, directory, **chosen):
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
@@ -117,13 +122,10 @@ def is_equal(a, b):
 
 def last_weights(directory, process, epoch):
   """What the last checkpoint holds."""
-  manager = tff.program.FileProgramStateManager(
-      os.path.join(directory, checkpoints.CHECKPOINTS)
+  path = os.path.join(
+      directory, checkpoints.CHECKPOINTS, f'program_state_{epoch}.npz'
   )
-  with simulation.training._event_loop() as loop:
-    state = loop.run_until_complete(
-        manager.load(epoch, process.initialize())
-    )
+  state = checkpoints.read_state(path, process.initialize())
   return process.get_model_weights(state)
 
 
@@ -190,6 +192,7 @@ def test_binary(name, tmp_path, capfd):
 
   # The last row is about the state that was saved last.
   weights = last_weights(tmp_path, process, epochs)
+  assert is_equal(simulation.load_weights(str(tmp_path), weights), weights)
   for key, value in trial.evaluate(weights).items():
     np.testing.assert_allclose(float(table[-1][key]), value, rtol=1e-6)
 
@@ -209,10 +212,59 @@ def test_binary(name, tmp_path, capfd):
     assert not is_equal(weights.inner, start.inner)
 
 
+# Methods since FedNest: each in some binary, some in each. Module: methods,
+# flags, and (T, N) of their rounds.
+LATER = {
+    hyper_representation: (
+        ['simfbo', 'aggitd'], IMAGES | dict(local_steps=2, inner_rounds=1),
+        (1, 2),
+    ),
+    loss_tuning: (
+        ['fedbioacc', 'penalty'], IMAGES | dict(local_steps=2), (1, 2)
+    ),
+    personalization: (
+        ['simfbo', 'personal'],
+        dict(num_clients=4, clients_per_round=3, hidden=['6']),
+        (1, 5),
+    ),
+    minimax: (['fedmsa', 'fedmbo'], SMALL, (1, 0)),
+    compositional: (
+        ['shrofbo', 'penalty'], SMALL | dict(local_steps=2), (1, 1)
+    ),
+    single_level: (['fedmsa', 'fedmbo'], SMALL, (0, 0)),
+}
+
+
+@pytest.mark.parametrize(
+    'module', LATER, ids=lambda module: module.EXPERIMENT.name
+)
+def test_later_methods(module, tmp_path, capfd):
+  """Each moves x, and has the rounds that the registry names."""
+  methods, chosen, (T, N) = LATER[module]
+  known = experiment_options(module.EXPERIMENT, methods)
+  chosen = {
+      name: value for name, value in chosen.items() if name in known
+  } | dict(method=methods, epochs=1, compiled=False)
+  assert run(module.EXPERIMENT, tmp_path, **chosen) == 0
+  assert capfd.readouterr().err == ''
+  rows = simulation.read_rows(str(tmp_path / 'metrics.csv'))
+  assert [row['method'] for row in rows] == methods
+  for row in rows:
+    formula = fednest_tff.get_method(row['method']).rounds
+    rounds = eval(formula.replace('2T', '2 * T'), dict(T=T, N=N))
+    assert row['communication_rounds'] == rounds
+    assert 0 < row['outer_update_norm'] < 100
+  moves = [row['outer_update_norm'] for row in rows]
+  # On a single level both are federated SVRG. On a compositional problem, where
+  # beta = 1, one step makes y and v exact, and x takes the same step.
+  same = module in (single_level, compositional)
+  assert (moves[0] == pytest.approx(moves[1])) == same
+
+
 def test_several_methods_and_seeds(tmp_path, capfd):
   chosen = dict(
       method=['lfednest', 'fedavg_s'], seeds=2, seed=5, epochs=3,
-      unroll=0, num_clients=3, dimension=2,
+      compiled=False, num_clients=3, dimension=2,
   )
   assert run(minimax.EXPERIMENT, tmp_path, **chosen) == 0
   pairs = [(m, s) for m in chosen['method'] for s in (5, 6)]
@@ -252,35 +304,6 @@ def test_several_methods_and_seeds(tmp_path, capfd):
   before = (tmp_path / 'metrics.csv').read_bytes()
   assert run(minimax.EXPERIMENT, tmp_path, **chosen) == 0
   assert (tmp_path / 'metrics.csv').read_bytes() == before
-
-
-def test_workers_runtime(tmp_path):
-  chosen = dict(epochs=2, num_clients=3, dimension=2)
-  with workers.local_workers(2, log_dir=str(tmp_path / 'logs')) as local:
-    code = run(
-        minimax.EXPERIMENT,
-        tmp_path / 'workers',
-        runtime='workers',
-        workers=[worker.address for worker in local],
-        **chosen,
-    )
-  assert code == 0
-  assert run(minimax.EXPERIMENT, tmp_path / 'here', unroll=0, **chosen) == 0
-  found, expected = (
-      simulation.read_rows(str(tmp_path / name / 'metrics.csv'))
-      for name in ('workers', 'here')
-  )
-  assert [row['communication_rounds'] for row in found] == [4, 8]
-  for row, other in zip(found, expected, strict=True):
-    assert row.keys() == other.keys()
-    # Round by round, everything is sent that a round needs, but no counts.
-    assert 0 < row['bytes_up'] < other['bytes_up']
-    assert row['bytes_down'] > other['bytes_down']
-    apart = {'seconds', 'method', 'bytes_up', 'bytes_down'}
-    for name in row.keys() - apart:
-      np.testing.assert_allclose(
-          row[name], other[name], rtol=1e-5, atol=1e-6, err_msg=name
-      )
 
 
 def test_saddle_converges_to_the_closed_form(tmp_path):
@@ -323,11 +346,12 @@ def test_runs_free_what_earlier_runs_compiled(default_context):
   chosen = settings.Settings(**settings.COMMON)
   runtimes.use_runtime(chosen)
   runtime = tff.framework.get_context_stack().current.runtime
-  double = tff.federated_computation(
-      lambda x: tff.federated_sum(x), tff.FederatedType(np.int32, tff.CLIENTS)
-  )
-  for size in range(1, 12):
-    assert double([2] * size) == 2 * size
+  for length in range(1, 12):
+    add = tff.federated_computation(
+        lambda x: tff.federated_sum(x),
+        tff.FederatedType((np.int32, [length]), tff.CLIENTS),
+    )
+    np.testing.assert_array_equal(add([[2] * length] * 3), [6] * length)
   assert runtime.num_functions >= 11
   runtimes.use_runtime(chosen)
   assert tff.framework.get_context_stack().current.runtime is runtime

@@ -6,7 +6,7 @@ import pytest
 from experiments import closed_form
 import fednest_tff
 
-pytestmark = pytest.mark.usefixtures('in_process')
+RUNTIME = 'in_process'
 
 
 def _run(case, epochs, method='fednest', **options):
@@ -83,6 +83,7 @@ def test_saddle_data_follow_their_parameters():
   assert 0 < t.min() and t.max() < 0.1 and abs(t.mean() - 0.05) < 0.005
 
 
+@pytest.mark.usefixtures('compiled')
 def test_fednest_goes_to_a_saddle_point_away_from_zero():
   case = closed_form.saddle(coupling=1.0, ridge=2.0, centred=False)
   weights = _run(
@@ -134,6 +135,7 @@ def test_portfolio_clients_differ_in_mean_covariance_and_aversion():
   assert np.abs(covariances[0] - covariances[1]).max() > 0.3
 
 
+@pytest.mark.usefixtures('compiled')
 def test_fednest_solves_the_portfolio_and_lfednest_does_not():
   case = closed_form.portfolio(5, 4, 20)
   options = dict(

@@ -7,7 +7,7 @@ import tensorflow as tf
 from experiments import learning_problems, logistic_regression
 import fednest_tff
 
-pytestmark = pytest.mark.usefixtures('in_process')
+RUNTIME = 'in_process'
 
 FEATURES, CLASSES, RIDGE = 5, 3, 0.1
 
@@ -137,6 +137,7 @@ def test_with_one_local_step_fed_out_is_fed_avg():
   assert np.linalg.norm(x['weight']) > 0.1
 
 
+@pytest.mark.usefixtures('compiled')
 def test_with_several_only_fed_out_reaches_the_optimum():
   clients = _clients()
   solution = logistic_regression.optimum(clients, CLASSES, RIDGE)

@@ -17,6 +17,7 @@ from experiments import (
 import fednest_tff
 from fednest_tff import simulation
 from fednest_tff.local import derivatives
+from tests.helpers import resuming
 
 EXPERIMENT = personalization.EXPERIMENT
 ACCURACIES = [
@@ -24,7 +25,7 @@ ACCURACIES = [
     'shared_accuracy_decile',
 ]
 SMALL = dict(
-    epochs=2, unroll=0, num_clients=4, clients_per_round=3, hidden=['6'],
+    epochs=2, compiled=False, num_clients=4, clients_per_round=3, hidden=['6'],
     inner_local_steps=3, neumann_terms=2,
 )
 
@@ -195,7 +196,7 @@ def test_clients_are_judged_with_the_shared_head_and_their_own():
 def test_binary(tmp_path, capfd):
   methods = ['personal', 'lfednest', 'fedrecon']
   chosen = dict(
-      method=methods, epochs=12, epochs_per_evaluation=6, unroll=0,
+      method=methods, epochs=12, epochs_per_evaluation=6, compiled=False,
       clients_per_round=5, hidden=['30'],
   )
   assert _run(tmp_path, **chosen) == 0
@@ -223,6 +224,13 @@ def test_binary(tmp_path, capfd):
     accuracy = found['client_accuracy_mean']['last']
     assert accuracy > 0.9
     assert accuracy > found['shared_accuracy_mean']['last'] + 0.3
+
+
+def test_stopped_run_goes_on(in_process, tmp_path):
+  trial = personalization.make_trial(_settings(), 0)
+  process = trial.build('personal')
+  trial = trial._replace(build=lambda method: process)
+  resuming.assert_goes_on(trial, 'personal', tmp_path)
 
 
 @pytest.mark.usefixtures('default_context')

@@ -18,7 +18,7 @@ from experiments import (
     single_level,
 )
 import fednest_tff
-from fednest_tff import registry, simulation
+from fednest_tff import registry, runtime, simulation
 from tests.helpers.binaries import EXPERIMENTS, command
 
 pytestmark = pytest.mark.usefixtures('default_context')
@@ -80,6 +80,7 @@ def test_help_has_every_option_of_every_method(name, capfd):
         defaults[option.name].add(option.default)
   assert len(options) > 10
   own = [experiment.defaults, *experiment.variants.values()]
+  own += experiment.presets.values()
   for option in options.values():
     if option.name in experiment.without:
       assert option.name not in shown
@@ -115,7 +116,9 @@ def test_help_tells_defaults_by_problem(capfd):
   assert read_help(capfd, 'minimax') == shown
   other = read_help(capfd, 'hyper_representation')
   assert '--problem' not in other['num_clients'] and 'problem' not in other
-  assert "(default: '0.01')" in other['inner_learning_rate']
+  assert "(default: '0.1')" in other['inner_learning_rate']
+  assert 'With --preset=paper: 0.01.' in other['inner_learning_rate']
+  assert 'tuned, paper' in other['preset']
   assert 'in place of --inner_local_steps.' in other['inner_local_epochs']
 
 
@@ -171,7 +174,13 @@ def test_defaults_of_methods_that_differ_stay_the_methods_own(
 ):
   resolve = hyper_representation.EXPERIMENT.resolve
   registry.get_method(own)
-  assert resolve(dict(method=['fednest'])).neumann_terms == 5
+  assert resolve(dict(method=['fednest'])).neumann_terms == 1
+  paper = resolve(dict(method=['fednest'], preset='paper'))
+  assert paper.neumann_terms == 5 and paper.inner_learning_rate == 0.01
+  assert paper.preset == 'paper' and paper.smoothness is None
+  with pytest.raises(settings.SettingsError, match='none of tuned, paper'):
+    resolve(dict(preset='best'))
+  # Presets leave the defaults of a method from elsewhere alone.
   assert resolve(dict(method=[own])).neumann_terms == 9
   both = resolve(dict(method=[own, 'fednest']))
   assert both.neumann_terms is None
@@ -183,7 +192,7 @@ def test_defaults_of_methods_that_differ_stay_the_methods_own(
   given = resolve(dict(method=[own, 'fednest'], neumann_terms=3))
   assert nested.build(None, 'fednest', given, 0)['neumann_terms'] == 3
   # A flag of the experiment stays one if a method has an option of its name.
-  assert resolve(dict(method=['fednest'])).ridge == 0.005
+  assert resolve(dict(method=['fednest'])).ridge == 0.0005
 
 
 def test_labels_come_from_the_registry(own):
@@ -220,20 +229,30 @@ def test_baseline_has_the_options_that_it_uses():
   assert vars(resolve(dict(method=['fednest'])))['client_weighting']
 
 
-def test_baseline_does_not_run_on_workers():
+def test_lost_cluster_is_one_line_and_an_exit_code(monkeypatch, capsys):
+  def lose(*_):
+    raise runtime.WorkerError('The Ray cluster at host:1 is gone:\nrefused.')
+
+  monkeypatch.setattr(program, 'run_in', lose)
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
+  assert program.main(single_level.EXPERIMENT, ['x']) == 4
+  assert capsys.readouterr().err == (
+      'error: The Ray cluster at host:1 is gone: refused.\n'
+  )
+
+
+def test_baseline_runs_on_ray_as_it_is():
   """A driver needs the rounds, which TFF's own processes do not tell."""
+  built = object()
   experiment = single_level.EXPERIMENT._replace(
       make_trial=lambda resolved, seed: simulation.Trial(
-          lambda method: object(), None, None, 2
+          lambda method: built, None, None, 2
       )
   )
-  chosen = dict(method=['fedavg'], runtime='workers')
+  chosen = dict(method=['fedavg'], runtime='ray')
   trial = program._trial(experiment, experiment.resolve(chosen), 0)
-  with pytest.raises(settings.SettingsError) as raised:
-    trial.build('fedavg')
-  assert str(raised.value) == (
-      '--method=fedavg does not run with --runtime=workers'
-  )
+  assert trial.build('fedavg') is built
 
 
 def test_no_runtime_is_chosen_before_the_flags_are_read():

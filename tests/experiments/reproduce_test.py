@@ -35,7 +35,8 @@ def _tiny(name, data_dir, seeds):
   preset = sets.Preset(name, seeds or 1, {}, {}, {}, 2, 3, ())
   hyper = dict(
       dataset='digits', num_clients=4, clients_per_round=2, hidden=['8'],
-      batch_size=64, inner_local_epochs=1, neumann_terms=2, epochs=3, unroll=0,
+      batch_size=64, inner_local_epochs=1, neumann_terms=2, epochs=3,
+      compiled=False,
   )
   return preset._replace(hyper=hyper)
 

@@ -7,45 +7,32 @@ import re
 import signal
 import time
 
+import psutil
 import pytest
 
 from tests.helpers import killable
+from tests.helpers.killable import without_seconds
 
 # Steps are short, so that many fit between two kills.
-FLAGS = ['--num_clients=3', '--dimension=2', '--unroll=0']
-# A method that is quick to compile, since every start compiles it.
+FLAGS = ['--num_clients=3', '--dimension=2', '--nocompiled']
+# A method that is quick to build, since every start builds it.
 RUN = [
     'minimax', *FLAGS, '--epochs=30', '--epochs_per_checkpoint=2',
     '--method=fedavg_s',
 ]
 SEVERAL = [
     'minimax', *FLAGS, '--epochs=10', '--epochs_per_checkpoint=2',
-    '--method=fedavg_s,lfednest_nonalt', '--clients_per_round=2',
+    '--method=simfbo,fedbioacc', '--clients_per_round=2',
 ]
 KILLS = 10  # of each
 
 
 @pytest.fixture(scope='module')
-def launchers():
+def launchers(launcher):
   """Two, since there are two cores."""
-  found = [killable.Launcher(), killable.Launcher()]
-  yield found
-  for launcher in found:
-    launcher.close()
-
-
-@pytest.fixture(scope='module')
-def launcher(launchers):
-  return launchers[0]
-
-
-def without_seconds(path):
-  """The bytes of a metrics file but for the times."""
-  lines = path.read_bytes().split(b'\r\n')
-  header = lines[0].split(b',')
-  assert header[4] == b'seconds'
-  return [b','.join(line.split(b',')[:4] + line.split(b',')[5:])
-          for line in lines]
+  second = killable.Launcher()
+  yield launcher, second
+  second.close()
 
 
 def column(path, name):
@@ -103,24 +90,32 @@ def num_rows(directory):
   )
 
 
-def kill_at_random(launcher, command, directory, seed):
-  """Kills a run again and again; returns how often it was still running."""
+def kill_at_random(launcher, command, reference, parent, seed):
+  """Kills runs `KILLS` times; each that ends must equal the reference.
+
+  A run that ends before it is killed is followed by another in a new
+  directory, so that a fast machine sees as many kills as a slow one.
+  """
   rng = random.Random(seed)
-  log = directory.parent / 'log.txt'
-  kills = 0
-  for k in range(KILLS):
+  log = parent / 'log.txt'
+  kills = runs = 0
+
+  def check(directory):
+    assert without_seconds(directory / 'metrics.csv') == reference
+    assert not leftovers(directory)
+
+  while kills < KILLS:
+    directory = parent / f'run_{runs}'
     child = launcher.start(in_directory(command, directory), log)
     begin = time.monotonic()
-    if k % 2:
+    if kills % 2:
       time.sleep(rng.uniform(0, 3))
     else:
       # Not before it has got somewhere, or else it would never end.
-      rows, more = num_rows(directory), rng.randint(1, 4)
-      while num_rows(directory) == rows and time.monotonic() < begin + 60:
-        time.sleep(0.005)
-      rows = num_rows(directory)
-      while num_rows(directory) < rows + more and time.monotonic() < begin + 60:
-        time.sleep(0.001)
+      rows, more = num_rows(directory), rng.randint(2, 5)
+      while num_rows(directory) < rows + more and psutil.pid_exists(child):
+        assert time.monotonic() < begin + 60, log.read_text()
+        time.sleep(0.002)
       time.sleep(rng.uniform(0, 0.1))
     try:
       os.kill(child, signal.SIGKILL)
@@ -128,32 +123,37 @@ def kill_at_random(launcher, command, directory, seed):
       pass
     code = launcher.wait()
     assert code in (0, -signal.SIGKILL), log.read_text()
-    kills += code == -signal.SIGKILL
+    if code == 0:
+      check(directory)
+      runs += 1
+    else:
+      kills += 1
+  directory = parent / f'run_{runs}'
   code = launcher.run(in_directory(command, directory), log)
   assert code == 0, log.read_text()
+  check(directory)
   assert 'Traceback' not in log.read_text()
-  return kills
 
 
 def test_killed_at_random_moments(launchers, references, tmp_path):
-  commands = [RUN, SEVERAL]
-  directories = [tmp_path / 'one' / 'run', tmp_path / 'several' / 'run']
-  for directory in directories:
-    directory.parent.mkdir()
+  parents = [tmp_path / 'one', tmp_path / 'several']
+  for parent in parents:
+    parent.mkdir()
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    kills = pool.map(kill_at_random, launchers, commands, directories, (0, 1))
-    assert sum(kills) == 2 * KILLS
-  for directory, reference in zip(directories, references, strict=True):
-    assert without_seconds(directory / 'metrics.csv') == reference
-    assert not leftovers(directory)
+    found = pool.map(
+        kill_at_random, launchers, [RUN, SEVERAL], references, parents, (0, 1)
+    )
+    assert len(list(found)) == 2
 
 
 def test_killed_while_writing(launcher, reference, tmp_path):
   directory, log = tmp_path / 'run', tmp_path / 'log.txt'
   moments = [
+      ('.fednest_tff', 1),
       ('config.json', 1),
       ('layout', 1),
       ('csv_before', 4),
+      ('manifest.json', 3),
       ('checkpoint_half', 2),
       ('csv_half', 4),
       ('checkpoint_before', 2),
@@ -166,7 +166,7 @@ def test_killed_while_writing(launcher, reference, tmp_path):
   for moment in moments:
     code = launcher.run(in_directory(RUN, directory), log, die_at=moment)
     assert code == -signal.SIGKILL, (moment, log.read_text())
-    if moment[0] in ('layout', 'csv_half', 'csv_before', 'checkpoint_half'):
+    if moment[0] in ('layout', 'csv_half', 'manifest.json', 'checkpoint_half'):
       # There is something to tidy up.
       assert leftovers(directory), moment
   assert launcher.run(in_directory(RUN, directory), log) == 0
@@ -184,20 +184,21 @@ def test_damaged_checkpoint_and_full_disk(launcher, reference, tmp_path):
   assert code == -signal.SIGKILL
   states = directory / 'checkpoints'
   saved = states.glob('program_state_*')
-  assert {int(p.name.split('_')[-1]) for p in saved} > {6, 8}
+  assert {int(p.stem.split('_')[-1]) for p in saved} > {6, 8}
   seconds = column(directory / 'metrics.csv', 'seconds')
   assert len(seconds) == 8
 
-  # Nothing as large as a state fits on the disk: 8 cannot be read, 6 can.
-  os.truncate(states / 'program_state_8' / 'saved_model.pb', 5_000)
+  # Nothing of the size of a state fits on the disk: 8 cannot be read, 6 can.
+  size = os.path.getsize(states / 'program_state_8.npz')
+  os.truncate(states / 'program_state_8.npz', size // 2)
   log.unlink()
-  assert launcher.run(command, log, largest_file=10_000) == 2
+  assert launcher.run(command, log, largest_file=size - 1) == 2
   printed = log.read_text()
   assert 'checkpoint of epoch 8' in printed
   assert 'Traceback' not in printed
   error, = re.findall('^error: .*$', printed, re.MULTILINE)
-  assert 'cannot write' in error and 'checkpoints' in error
-  assert (states / 'program_state_6' / 'saved_model.pb').exists()
+  assert 'cannot write' in error and 'File too large' in error
+  assert (states / 'program_state_6.npz').exists()
   assert not leftovers(directory)
   assert column(directory / 'metrics.csv', 'seconds')[:6] == seconds[:6]
 
@@ -246,7 +247,7 @@ def test_signals_save_the_state(launcher, tmp_path):
         f'stopped after epoch {last} of 2000; run the same command again to go'
         ' on\n'
     )
-    assert (directory / 'checkpoints' / f'program_state_{last}').exists()
+    assert (directory / 'checkpoints' / f'program_state_{last}.npz').exists()
     # It went on where it had stopped.
     now = column(metrics, 'seconds')
     assert len(now) > len(seconds) and now[: len(seconds)] == seconds

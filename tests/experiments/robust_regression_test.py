@@ -7,7 +7,7 @@ import tensorflow as tf
 from experiments import logistic_regression, robust_regression
 import fednest_tff
 
-pytestmark = pytest.mark.usefixtures('in_process')
+RUNTIME = 'in_process'
 
 FEATURES, CLASSES, RHO, RIDGE = 4, 3, 2.0, 0.1
 
@@ -136,6 +136,7 @@ def _robust(clients, rho, ridge, epochs):
   return process.get_model_weights(state)
 
 
+@pytest.mark.usefixtures('compiled')
 def test_the_worst_client_is_better_off_than_by_plain_regression():
   rho, ridge = 0.7, 0.1
   clients, _ = robust_regression.breast_cancer_clients(6)

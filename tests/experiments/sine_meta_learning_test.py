@@ -9,7 +9,7 @@ import tensorflow as tf
 from experiments import sine_meta_learning
 import fednest_tff
 
-pytestmark = pytest.mark.usefixtures('in_process')
+RUNTIME = 'in_process'
 
 HIDDEN, RATE, TASKS = (3, 2), 0.05, 4
 
@@ -124,6 +124,7 @@ def test_an_epoch_is_a_step_along_the_gradient_of_maml():
   )
 
 
+@pytest.mark.usefixtures('compiled')
 def test_training_lowers_the_loss_after_adaptation():
   tasks = _tasks(amplitudes=(0.5, 2.0))
   datasets = sine_meta_learning.to_datasets(tasks)

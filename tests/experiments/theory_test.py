@@ -11,24 +11,24 @@ from experiments.reproduce import quadratics, theory, theory_report
 from experiments.reproduce.quadratics import KINDS, Quadratics, multiply
 import fednest_tff
 
-pytestmark = pytest.mark.usefixtures('in_process')
+pytestmark = pytest.mark.usefixtures('compiled')
 
 
 @pytest.fixture(scope='module')
-def bias(in_process_context):
+def bias(compiled_context):
   import tensorflow_federated as tff
 
-  with tff.framework.get_context_stack().install(in_process_context):
+  with tff.framework.get_context_stack().install(compiled_context):
     return theory.ihgp_bias(
         terms=(1, 2, 4, 8, 16), sampled_terms=(2,), num_draws=200
     )
 
 
 @pytest.fixture(scope='module')
-def inner(in_process_context):
+def inner(compiled_context):
   import tensorflow_federated as tff
 
-  with tff.framework.get_context_stack().install(in_process_context):
+  with tff.framework.get_context_stack().install(compiled_context):
     return theory.inner_convergence()
 
 

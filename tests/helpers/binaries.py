@@ -8,9 +8,11 @@ import pytest
 
 from experiments import (
     compositional,
+    hyper_cleaning,
     hyper_representation,
     loss_tuning,
     minimax,
+    personalization,
     program,
     single_level,
 )
@@ -21,7 +23,8 @@ app.define_help_flags()
 EXPERIMENTS = {
     module.EXPERIMENT.name: module.EXPERIMENT
     for module in (
-        compositional, hyper_representation, loss_tuning, minimax, single_level
+        compositional, hyper_cleaning, hyper_representation, loss_tuning,
+        minimax, personalization, single_level,
     )
 }
 

@@ -1,4 +1,4 @@
-"""Runs experiments in children that can be killed; imports TensorFlow once.
+"""Runs binaries in children that can be killed; imports TensorFlow once.
 
 `python -m tests.helpers.killable` reads orders, a line of JSON each, and
 answers with the child's process id and, once it has ended, its exit code
@@ -6,15 +6,19 @@ answers with the child's process id and, once it has ended, its exit code
 starts threads.
 """
 
+import gc
+import hashlib
 import importlib
 import json
 import os
 import pathlib
 import resource
+import runpy
 import signal
 import subprocess
 import sys
 import threading
+import traceback
 
 
 def _die():
@@ -29,7 +33,7 @@ def _replace_nth(owner, name, part, call, substitute):
 
   def replacement(*args, **kwargs):
     nonlocal count
-    if any(part in str(a) for a in args):
+    if args and part in str(args[-1 if name == 'replace' else 0]):
       count += 1
       if count == call:
         return substitute(original, *args, **kwargs)
@@ -47,76 +51,81 @@ def _after(original, *args, **kwargs):
   _die()
 
 
-def _half_a_file(original, path, content, *args, **kwargs):
-  with open(path, 'wb') as file:
-    data = content.encode() if isinstance(content, str) else content
-    file.write(data[: len(data) // 2])
+def _half(original, path, content):
+  with open(f'{path}.tmp', 'wb') as file:
+    file.write(content[: len(content) // 2])
   _die()
-
-
-def _half_a_table(original, self, rows):
-  # Two rows and a half reach the disk.
-  rows = list(rows)
-  original(self, rows[:2])
-  self.writer.writerow(list(rows[-1].values())[:4])
-  FILES[-1].flush()
-  _die()
-
-
-FILES = []
 
 
 def die_at(where: str, call: int) -> None:
   """Arranges for this process to be killed at a certain moment."""
-  import csv
+  from fednest_tff.simulation import files
 
-  import tensorflow as tf
-  from tensorflow.python.lib.io import file_io
-  from tensorflow_federated.python.program import file_utils
-
-  if where == 'csv_half':
-
-    class Noted(tf.io.gfile.GFile):
-      def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        FILES.append(self)
-
-    tf.io.gfile.GFile = Noted
-    original, count = csv.DictWriter.writerows, 0
-
-    def writerows(self, rows):
-      nonlocal count
-      rows = list(rows)
-      count += 1
-      if count >= call and len(rows) > 2:
-        _half_a_table(original, self, rows)
-      original(self, rows)
-
-    csv.DictWriter.writerows = writerows
-  elif where == 'csv_before':
-    _replace_nth(tf.io.gfile, 'rename', 'metrics.csv', call, _before)
-  elif where == 'csv_after':
-    _replace_nth(tf.io.gfile, 'rename', 'metrics.csv', call, _after)
-  elif where == 'checkpoint_half':
-    # The variables are there, the rest is not.
-    _replace_nth(
-        file_io, 'atomic_write_string_to_file', 'program_state', call,
-        _half_a_file,
-    )
-  elif where == 'checkpoint_before':
-    _replace_nth(tf.io.gfile, 'rename', 'program_state', call, _before)
-  elif where == 'checkpoint_after':
-    _replace_nth(tf.io.gfile, 'rename', 'program_state', call, _after)
+  parts = {'csv': 'metrics.csv', 'checkpoint': 'program_state'}
+  what, _, when = where.partition('_')
+  part = parts.get(what, where)
+  if when == 'half':
+    _replace_nth(files, 'write', part, call, _half)
+  elif when == 'after':
+    _replace_nth(os, 'replace', part, call, _after)
   elif where == 'old_checkpoint':
-
-    async def rmtree(path):
-      os.remove(os.path.join(path, 'saved_model.pb'))
-      _die()
-
-    file_utils.rmtree = rmtree
+    _replace_nth(os, 'remove', 'program_state', call, _before)
   else:
-    # config.json, layout, metrics.csv of several runs, summary.json, plot.png.
-    _replace_nth(os, 'replace', where, call, _before)
+    # config.json, layout, manifest.json, summary.json, plot.png, and so on.
+    _replace_nth(os, 'replace', part, call, _before)
+
+
+def _places():
+  """Functions of a run in the order in which they are called."""
+  from experiments import program
+  import fednest_tff
+  from fednest_tff import simulation
+  from fednest_tff.runtime.compiler import lowering
+  from fednest_tff.simulation import records, run_directory
+
+  return {
+      'flags': (program, '_import_methods'),
+      'data': (program, '_trial'),
+      'directory': (run_directory, '_check_kinds'),
+      'tracing': (fednest_tff, 'build'),
+      'compiling': (lowering, 'build_function'),
+      'recording': (records.Recorder, 'write'),
+      'drawing': (simulation, 'draw'),
+      'printing': (program, '_show'),
+  }
+
+
+def _keep_busy():
+  """Keeps the main thread from Python's own instructions, as TensorFlow may."""
+  hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
+
+
+def at(where: str, call: int, number: int | None, marker: str) -> None:
+  """Has a signal come, or the process stuck, in the `call`-th call there."""
+  owner, name = _places()[where]
+  original, count = getattr(owner, name), 0
+
+  def replacement(*args, **kwargs):
+    nonlocal count
+    count += 1
+    if count == call:
+      pathlib.Path(marker).touch()
+      if number is None:
+        _keep_busy()
+      os.kill(os.getpid(), number)
+    return original(*args, **kwargs)
+
+  setattr(owner, name, replacement)
+
+
+def _forget_flags() -> None:
+  """Makes room: the benchmark's flags have the names of other binaries'."""
+  from absl import flags
+
+  for module, found in flags.FLAGS.flags_by_module_dict().items():
+    if module.startswith('experiments.'):
+      for flag in list(found):
+        delattr(flags.FLAGS, flag.name)
 
 
 def _run(order: dict) -> None:
@@ -130,12 +139,24 @@ def _run(order: dict) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
   if order['die_at'] is not None:
     die_at(*order['die_at'])
-  from experiments import program
+  if order['at'] is not None:
+    at(*order['at'])
+  if 'call' in order:
+    module, name = order['call'].split(':')
+    result = getattr(importlib.import_module(module), name)(*order['with'])
+    print(json.dumps(result))
+    sys.exit(0)
+  from experiments import launch
 
+  launch.prepare()
+  launch._SECONDS_TO_REACT = order['seconds_to_react']
   module, *arguments = order['arguments']
+  if module == 'benchmark':
+    _forget_flags()
   sys.argv = [f'{module}.py', *arguments]
-  experiment = importlib.import_module(f'experiments.{module}').EXPERIMENT
-  program.run(experiment)
+  # It is imported already, and runs once more as the program itself.
+  sys.modules.pop(f'experiments.{module}', None)
+  runpy.run_module(f'experiments.{module}', run_name='__main__')
 
 
 def main():
@@ -147,6 +168,9 @@ def main():
   matplotlib.use('Agg')
   import matplotlib.pyplot  # noqa: F401
 
+  # Children need not look at what is there already, nor copy its pages.
+  gc.collect()
+  gc.freeze()
   for line in sys.stdin:
     child = os.fork()
     if child == 0:
@@ -155,6 +179,8 @@ def main():
         _run(json.loads(line))
       except SystemExit as error:
         code = error.code or 0
+      except BaseException:
+        traceback.print_exc()
       finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -164,8 +190,17 @@ def main():
     print(os.waitstatus_to_exitcode(status), flush=True)
 
 
+def without_seconds(path):
+  """The bytes of a metrics file but for the times."""
+  lines = path.read_bytes().split(b'\r\n')
+  header = lines[0].split(b',')
+  assert header[4] == b'seconds'
+  return [b','.join(line.split(b',')[:4] + line.split(b',')[5:])
+          for line in lines]
+
+
 class Launcher:
-  """Starts experiments, one at a time, in another process."""
+  """Starts binaries, one at a time, in another process."""
 
   def __init__(self):
     self._process = subprocess.Popen(
@@ -176,14 +211,28 @@ class Launcher:
         cwd=str(pathlib.Path(__file__).parents[2]),
     )
 
-  def start(self, arguments, log, die_at=None, largest_file=None) -> int:
+  def start(
+      self, arguments, log, die_at=None, largest_file=None, at=None
+  ) -> int:
     """Starts a run; returns its process id."""
     order = dict(
         arguments=arguments,
         log=str(log),
         die_at=die_at,
         largest_file=largest_file,
+        at=at,
+        seconds_to_react=0.2,
     )
+    return self._send(order)
+
+  def call(self, function, arguments, log) -> int:
+    """Starts a function, named 'module:function'; returns its process id."""
+    order = dict(
+        log=str(log), largest_file=None, die_at=None, at=None, call=function
+    )
+    return self._send(order | {'with': arguments})
+
+  def _send(self, order) -> int:
     self._process.stdin.write(json.dumps(order) + '\n')
     self._process.stdin.flush()
     return int(self._process.stdout.readline())

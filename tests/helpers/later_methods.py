@@ -6,11 +6,14 @@ draw; every step below is computed here. `Clients` has the clients' data, their
 weights and their draws.
 """
 
+from collections.abc import Callable
+import dataclasses
+
 import numpy as np
 import tensorflow as tf
 
 from fednest_tff.local import client as client_lib
-from fednest_tff.local import sampling, simultaneous
+from fednest_tff.local import inverse_hessian, sampling, simultaneous
 from fednest_tff.local.sampling import Purpose
 from tests.helpers import quadratic
 
@@ -24,10 +27,10 @@ def numpy_form(batch):
 class Clients:
   """Clients with their weights, and what they draw in each epoch."""
 
-  def __init__(self, problem, datasets, work, weighting=None, seed=0):
+  def __init__(self, problem, datasets, work=None, weighting=None, seed=0):
     weighting = weighting or (lambda examples: tf.constant(1.0))
     self._problem, self._seed = problem, seed
-    self._work = work.per_client()
+    self._work = work and work.per_client()
     self.clients = [
         client_lib.from_dataset(problem, weighting, d) for d in datasets
     ]
@@ -59,6 +62,30 @@ class Clients:
           tuple(map(numpy_form, steps[tf.constant(k)]))
           for k in range(int(steps.tau))
       ])
+    return found
+
+  def samples(self, seed, purpose, level, size):
+    """Each client's sample of its inner or outer examples, as a form."""
+    return [
+        numpy_form(
+            client_lib.sample(c, getattr(c, level), size, seed, purpose)
+        )
+        for c in self.clients
+    ]
+
+  def minibatches(self, seed, purpose, level, size, tau):
+    """Each client's minibatches of tau(examples) steps, as forms."""
+    found = []
+    for client in self.clients:
+      examples = getattr(client, level)
+      count = int(tau(examples))
+      batches = sampling.Minibatches(
+          examples, size, tf.constant(count),
+          client_lib.seed_of(client, seed, purpose),
+      )
+      found.append(
+          [numpy_form(batches[tf.constant(k)]) for k in range(count)]
+      )
     return found
 
 
@@ -171,3 +198,117 @@ def fed_bio_acc(clients, z, eta, epochs, delta, u0, c):
     mean = clients.mean(ends)
     z, m = mean[:3], mean[3:]
   return (*z, *m)
+
+
+def corrected(clients, gradient, start, mean, batches, rate):
+  """The mean end of steps along G_i(v; z) - G_i(start; z) + mean."""
+  ends = []
+  for steps in batches:
+    v = start
+    for form in steps:
+      v = v - rate * (gradient(form, v) - gradient(form, start) + mean)
+    ends.append(v)
+  return clients.mean(ends)
+
+
+def inner_gradients(clients, seed, size, x, y):
+  """mean_i grad_y g_i(x, y; zeta_i)."""
+  forms = clients.samples(seed, Purpose.INNER_GRADIENT, 'inner', size)
+  return clients.mean([form.inner_gradient(x, y) for form in forms])
+
+
+def fed_out(clients, seed, s, x, y, p):
+  """Algorithm 2 after line 3."""
+  outer = clients.samples(
+      seed, Purpose.OUTER_GRADIENT, 'outer', s.gradient_batch_size
+  )
+  inner = clients.samples(
+      seed, Purpose.MIXED_PRODUCT, 'inner', s.gradient_batch_size
+  )
+  h = clients.mean([
+      f.direct_gradient(x, y) - g.mixed_product(p)
+      for f, g in zip(outer, inner, strict=True)
+  ])
+  batches = clients.minibatches(
+      seed, Purpose.OUTER_STEPS, 'outer', s.batch_size, s.tau
+  )
+  return corrected(
+      clients, lambda form, at: form.direct_gradient(at, y), x, h, batches,
+      s.alpha,
+  )
+
+
+def stop(seed, terms):
+  """N' of FedIHGP, or Q of AggITD."""
+  return int(tf.random.stateless_uniform([], seed, 0, terms, tf.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Numbers of AggITD and FedMBO; tau is a function of a client's examples."""
+
+  alpha: float
+  beta: float
+  inner_rounds: int  # T
+  smoothness: float  # l
+  tau: Callable
+  batch_size: int | None = None
+  gradient_batch_size: int | None = None
+  neumann_terms: int = 1  # N
+  chains: int = 1  # S
+
+
+def agg_itd(clients, x, y, s, epoch, inner_method):
+  """One epoch: (x, y) -> (x+, y+)."""
+  T, size = s.inner_rounds, s.gradient_batch_size
+  last = clients.call_seed(epoch, T)
+  Q = stop(sampling.fold_in(last, Purpose.NEUMANN_STOP), T)
+  r = np.zeros_like(y)
+  for t in range(T):
+    seed = clients.call_seed(epoch, t)
+    if t == Q:
+      forms = clients.samples(seed, Purpose.CHAIN_GRADIENT, 'outer', size)
+      r = clients.mean([form.gradient_in_inner(x, y) for form in forms])
+    elif t > Q:
+      forms = clients.samples(seed, Purpose.CHAIN_PRODUCT, 'inner', size)
+      r = r - clients.mean([form.A @ r for form in forms]) / s.smoothness
+    batches = clients.minibatches(
+        seed, Purpose.INNER_STEPS, 'inner', s.batch_size, s.tau
+    )
+    if inner_method == 'fedinn':
+      q = inner_gradients(clients, seed, size, x, y)
+      y = corrected(
+          clients, lambda form, at: form.inner_gradient(x, at), y, q, batches,
+          s.beta,
+      )
+    else:
+      ends = []
+      for steps in batches:
+        y_i = y
+        for form in steps:
+          y_i = y_i - s.beta * form.inner_gradient(x, y_i)
+        ends.append(y_i)
+      y = clients.mean(ends)
+  return fed_out(clients, last, s, x, y, T / s.smoothness * r), y
+
+
+def fed_mbo(clients, x, y, s, epoch):
+  """One epoch: (x, y) -> (x+, y+)."""
+  size = s.gradient_batch_size
+  for t in range(s.inner_rounds):
+    seed = clients.call_seed(epoch, t)
+    y = y - s.beta * inner_gradients(clients, seed, size, x, y)
+  last = clients.call_seed(epoch, s.inner_rounds)
+  stops = sampling.fold_in(last, Purpose.NEUMANN_STOP)
+  chains = []
+  for k in range(s.chains):
+    seed = inverse_hessian.chain_seed(last, k)
+    forms = clients.samples(seed, sampling.neumann_sample(0), 'outer', size)
+    b = clients.mean([form.gradient_in_inner(x, y) for form in forms])
+    p = s.neumann_terms / s.smoothness * b
+    products = stop(inverse_hessian.chain_seed(stops, k), s.neumann_terms)
+    for n in range(1, products + 1):
+      forms = clients.samples(seed, sampling.neumann_sample(n), 'inner', size)
+      p = p - clients.mean([form.A @ p for form in forms]) / s.smoothness
+    chains.append(p)
+  return fed_out(clients, last, s, x, y, np.mean(chains, 0)), y

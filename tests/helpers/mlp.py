@@ -1,6 +1,7 @@
 """A small network as a nested problem, its representation declared or not."""
 
 import collections
+import functools
 
 import numpy as np
 import tensorflow as tf
@@ -43,6 +44,7 @@ def ridge(y):
   return 0.1 * sum(tf.reduce_sum(leaf**2) for leaf in y)
 
 
+@functools.cache
 def build_problem(kind, declared):
   """The same problem, with its representation declared or inside the losses."""
   def outer(x, y, features):

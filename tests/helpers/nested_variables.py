@@ -1,6 +1,7 @@
 """A problem whose variables are nested structures of several types."""
 
 import collections
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ def _outer_loss(x, y, batch):
   return tf.reduce_mean(error**2) / 2 + tf.reduce_mean(own**2) / 10
 
 
+@functools.cache
 def build_problem():
   """x is a dict and y a named tuple, each of a float32 and a float64 leaf."""
   return fednest_tff.bilevel(

@@ -1,5 +1,7 @@
 """Clients of a quadratic problem, and points, for tests of local work."""
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
@@ -39,6 +41,7 @@ def local_form(index=2):
   return quadratic.local_form(CLIENTS[index])
 
 
+@functools.cache
 def minimax_problem():
   """f of the quadratic problem, as a minimax problem."""
   return fednest_tff.minimax(

@@ -6,6 +6,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +19,7 @@ from tests.helpers import quadratic, reference
 from tests.helpers.one_client import numpy_losses, uniform
 
 
+@functools.cache
 def build_problem(dtype=tf.float64, split='same', **options):
   return fednest_tff.personal(
       quadratic.outer_loss,
@@ -135,14 +137,13 @@ def steps(draws, x, start, s):
   return x
 
 
-def client_seed(client, state):
-  """What a client's draws of an epoch are made of."""
-  datasets = quadratic.to_datasets([client])
-  read = client_lib.from_dataset(build_problem(), uniform, datasets[0])
-  epoch = sampling.fold_in(state.seed, state.epoch)
-  return client_lib.seed_of(
-      read, sampling.fold_in(epoch, 0), Purpose.CLIENT_STEPS
-  )
+def client_seed(client, seed, epoch):
+  """What a client's draws of an epoch are made of, from the state's seed."""
+  (dataset,) = quadratic.to_datasets([client])
+  problem = build_problem(client['b'].dtype)
+  read = client_lib.from_dataset(problem, uniform, dataset)
+  call = sampling.fold_in(sampling.fold_in(seed, epoch), 0)
+  return client_lib.seed_of(read, call, Purpose.CLIENT_STEPS)
 
 
 def run(clients, weights, x, start, s: reference.Settings, draws, epochs):

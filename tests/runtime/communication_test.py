@@ -26,6 +26,7 @@ def _vector(length):
 SPEC = collections.OrderedDict(a=tf.TensorSpec([3], tf.float64))
 
 
+@functools.cache
 def _minimax():
   def loss(x, y, batch):
     shift = tf.reduce_mean(batch['a'], axis=0)
@@ -38,6 +39,7 @@ def _minimax():
   return fednest_tff.minimax(loss, _vector(3), _vector(3), SPEC)
 
 
+@functools.cache
 def _compositional():
   return fednest_tff.compositional(
       lambda y, batch: tf.reduce_sum(y**2),
@@ -48,6 +50,7 @@ def _compositional():
   )
 
 
+@functools.cache
 def _single_level():
   return fednest_tff.single_level(
       lambda x, batch: tf.reduce_mean((x - batch['a']) ** 2), _vector(3), SPEC
@@ -71,6 +74,7 @@ def _build(problem, method, inner_rounds, neumann_terms, **options):
   )
 
 
+@functools.cache
 def _small_problem(kind=fednest_tff.bilevel):
   """One that is quick to differentiate."""
   def loss(x, y, batch):

@@ -7,10 +7,12 @@ import tensorflow_federated as tff
 
 from fednest_tff.runtime import in_process
 
-# One per kind of cohort.
+# One per kind of cohort, and one that does not compile.
 RUNTIMES = {
+    'vectorised': in_process.InProcessRuntime(),
     'unrolled': in_process.InProcessRuntime(unroll=100),
     'looped': in_process.InProcessRuntime(unroll=0),
+    'step by step': in_process.InProcessRuntime(compiled=False),
 }
 
 
@@ -64,7 +66,7 @@ def assert_same(found, expected, rtol=1e-5):
 
 
 def assert_like_native(function, rtol=1e-5):
-  """Both kinds of cohort return what TFF's own runtime returns."""
+  """All kinds of cohort return what TFF's own runtime returns."""
   expected = function()
   for runtime in RUNTIMES.values():
     assert_same(run_in_process(runtime, function), expected, rtol)

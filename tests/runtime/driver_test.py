@@ -9,10 +9,11 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 import fednest_tff
-from fednest_tff.runtime import driver, native
+from fednest_tff.runtime import driver
 from tests.helpers import mlp, personal, processes, quadratic, reference
 from tests.helpers.processes import build_flat
 
+RUNTIME = 'in_process'
 CLIENTS = quadratic.make_clients()
 SETTINGS = reference.Settings(
     alpha=0.1,
@@ -23,15 +24,6 @@ SETTINGS = reference.Settings(
     neumann_terms=3,
     smoothness=4.0,
 )
-
-
-@pytest.fixture(scope='module', autouse=True)
-def runtime():
-  """TFF's own worker, which is ready sooner than what is compiled here."""
-  context = native.build_native_context()
-  with tff.framework.get_context_stack().install(context):
-    yield
-  context.close()
 
 
 def build(problem, method='fednest', **options):
@@ -157,6 +149,7 @@ def _ones(seed):
   return tf.ones([2], tf.float64) * (seed + 1)
 
 
+@functools.cache
 def _small_problem(kind):
   def product(x, batch):
     return tf.linalg.matvec(batch['a'], x) - batch['b']

@@ -1,6 +1,5 @@
 """The in-process runtime against TFF's own, for processes and programs."""
 
-import asyncio
 import functools
 import json
 import os
@@ -18,26 +17,15 @@ import fednest_tff
 from fednest_tff.runtime import in_process
 from tests.helpers import quadratic
 from tests.runtime.comparison import (
-    RUNTIMES,
     assert_like_native,
     at_clients,
     run_in_process,
 )
 
 
-@pytest.fixture(params=list(RUNTIMES))
-def runtime(request):
-  return RUNTIMES[request.param]
-
-
 @tff.federated_computation(at_clients(np.int32))
 def integers(x):
   return x, tff.federated_sum(x)
-
-
-@tff.federated_computation(at_clients(np.float32))
-def means(x):
-  return tff.federated_mean(x), tff.federated_mean(x, x)
 
 
 SPEC = (tf.TensorSpec([None, 4], tf.float32), tf.TensorSpec([None], tf.int32))
@@ -109,6 +97,12 @@ def _algorithms():
           _functional(), sgd(0.1), sgd(1.0),
           model_aggregator=learning.compression_aggregator(),
       ),
+      'debug measurements': lambda: build.build_weighted_fed_avg(
+          _functional(), sgd(0.1), sgd(1.0),
+          model_aggregator=learning.add_debug_measurements(
+              learning.robust_aggregator()
+          ),
+      ),
       'evaluation': lambda: build.build_fed_eval(_keras),
   }
 
@@ -151,9 +145,11 @@ def test_k_means_and_a_preprocessed_process():
     assert_like_native(lambda p=built: p.next(p.initialize(), points))
 
 
-def _fednest(**options):
+def _build(method='fednest', **options):
+  """A process that shares nothing that was traced with another one."""
   return fednest_tff.build(
-      quadratic.build_problem(),
+      quadratic.new_problem(),
+      method,
       outer_learning_rate=0.05,
       inner_learning_rate=0.2,
       batch_size=2,
@@ -165,10 +161,11 @@ CLIENT_DATA = quadratic.to_datasets(quadratic.make_clients(4))
 
 
 @functools.cache
-def _small_fednest(seed, neumann_terms):
+def _small_process(seed, neumann_terms):
   """One that compiles quickly, with two clients in a second."""
-  return _fednest(
-      inner_local_steps=1, neumann_terms=neumann_terms, seed=seed
+  return _build(
+      'lfednest_nonalt', inner_local_steps=1, neumann_terms=neumann_terms,
+      seed=seed,
   )
 
 
@@ -181,28 +178,33 @@ def _epochs(process, number, clients):
 
 
 def test_ten_epochs_of_fednest_equal_the_native_ones():
-  process = _fednest(inner_local_epochs=2, neumann_terms=3)
+  process = _build(inner_local_epochs=2, neumann_terms=3)
   assert_like_native(lambda: _epochs(process, 10, CLIENT_DATA), rtol=1e-9)
 
 
 def test_equal_processes_share_a_compiled_function(monkeypatch):
-  # TensorFlow relaxes the shapes of a JVP from its 33rd trace on. Between two
-  # builds that would make their graphs differ.
-  monkeypatch.setattr(forwardprop, '_TRACE_COUNT_LIMIT', 0)
+  # TensorFlow relaxes the shapes of a JVP from its 33rd trace on. The library
+  # counts anew for every product, or else the second graph would differ.
+  monkeypatch.setattr(forwardprop, '_TRACE_COUNT_LIMIT', 2)
   runtime = in_process.InProcessRuntime()
   clients = CLIENT_DATA[:2]
   for seed in (0, 1):
-    process = _small_fednest(seed, 1)
+    process = _small_process(seed, 1)
     run_in_process(runtime, lambda p=process: _epochs(p, 1, clients))
-  # Two initial points, and one `next` for both.
+  # Two initial points, and one `next` for both, also with other numbers.
   assert runtime.num_functions == 3
-  other = _small_fednest(0, 2)
+  start = run_in_process(runtime, process.initialize)
+  numbers = process.get_hparams(start)
+  changed = process.set_hparams(start, {k: v / 2 for k, v in numbers.items()})
+  run_in_process(runtime, lambda: process.next(changed, clients))
+  assert runtime.num_functions == 3
+  other = _small_process(0, 2)
   run_in_process(runtime, lambda: _epochs(other, 1, clients))
   assert runtime.num_functions == 5 - 1  # The initial point is known already.
 
 
 def test_what_was_compiled_can_be_forgotten():
-  runtime = in_process.InProcessRuntime()
+  runtime = in_process.InProcessRuntime(unroll=3)  # A function for each size.
   for size in (1, 2, 3):
     run_in_process(runtime, lambda n=size: integers([1] * n))
   runtime.forget(keep=2)
@@ -217,12 +219,13 @@ def test_what_was_compiled_can_be_forgotten():
 
 def test_ragged_clients_do_not_compile_again():
   runtime = in_process.InProcessRuntime()
-  process = _small_fednest(0, 1)
+  process = _small_process(0, 1)
   state = run_in_process(runtime, process.initialize)
   for examples in ((1, 2), (3, 5), (4, 4)):
     data = quadratic.to_datasets(quadratic.make_clients(2, examples))
     run_in_process(runtime, lambda d=data: process.next(state, d))
-  assert runtime.num_functions == 2
+  # The initial point, one for two groups of equal clients, and one for one.
+  assert runtime.num_functions == 3
 
 
 @functools.cache
@@ -252,72 +255,6 @@ def test_wrong_arguments(runtime, value, message):
     run_in_process(runtime, lambda: integers(value))
 
 
-def test_asynchronous_context():
-  runtime = in_process.InProcessRuntime()
-  context = tff.program.NativeFederatedContext(
-      in_process.AsyncInProcessContext(runtime)
-  )
-
-  async def run():
-    return await tff.program.materialize_value(means([1.0, 4.0]))
-
-  with tff.framework.get_context_stack().install(context):
-    assert asyncio.run(run()) == (2.5, np.float32(17 / 5))
-
-
-DATA_TYPE = at_clients(tff.SequenceType(tff.types.tensorflow_to_type(SPEC)))
-
-
-class _Clients(tff.program.FederatedDataSourceIterator):
-  """The same clients every time; TFF copies and stores its iterators."""
-
-  federated_type = DATA_TYPE
-
-  @classmethod
-  def from_bytes(cls, buffer):
-    return cls()
-
-  def to_bytes(self):
-    return b''
-
-  def select(self, k=None):
-    return _datasets()[:k]
-
-
-class _Source(tff.program.FederatedDataSource):
-  federated_type = DATA_TYPE
-  capabilities = ()
-
-  def iterator(self):
-    return _Clients()
-
-
-def test_train_model_program(tmp_path):
-  """TFF's own training program, resumable, in the asynchronous context."""
-  process = _process('unweighted FedAvg, functional')
-  context = tff.program.NativeFederatedContext(
-      in_process.AsyncInProcessContext(in_process.InProcessRuntime(unroll=0))
-  )
-  released = tff.program.MemoryReleaseManager()
-
-  async def train():
-    await tff.learning.programs.train_model(
-        train_process=process,
-        train_data_source=_Source(),
-        train_per_round_clients=2,
-        train_total_rounds=2,
-        program_state_manager=tff.program.FileProgramStateManager(tmp_path),
-        model_output_manager=tff.program.MemoryReleaseManager(),
-        train_metrics_manager=released,
-        evaluation_manager=None,
-        evaluation_periodicity=1,
-    )
-
-  with tff.framework.get_context_stack().install(context):
-    asyncio.run(train())
-  assert sorted(released.values()) == [1, 2]
-
-
 def test_unknown_device_is_one_line_with_those_there_are():
   with pytest.raises(ValueError, match=r"GPU:7.*there are \['CPU:0'\]"):
     in_process.InProcessRuntime(devices=['GPU:7'])
@@ -336,7 +273,7 @@ tf.config.set_logical_device_configuration(cpu, two)
 tf.debugging.set_log_device_placement(True)
 from fednest_tff.runtime import in_process
 from tests.runtime import comparison, in_process_test
-process = in_process_test._small_fednest(0, 1)
+process = in_process_test._small_process(0, 1)
 clients = in_process_test.CLIENT_DATA[:2]
 for unroll in (100, 0):
   for devices in (['CPU:0'], ['CPU:0', 'CPU:1']):

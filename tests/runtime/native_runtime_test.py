@@ -2,11 +2,11 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
+from typing import IO, NamedTuple
 
 from absl import logging as absl_logging
 import numpy as np
@@ -15,39 +15,59 @@ import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff.runtime import local_worker, native, remote
+from fednest_tff.runtime import errors, native
 
+# Forks a program for each argument 'name,stdout,stderr', so that TFF is
+# imported once, and prints the process id of each and then their exit codes.
 # The first call is from a thread that ends: the worker must not end with it.
 SCRIPT = """
-import sys, threading, time
+import os, sys, threading, time
 import numpy as np
 import tensorflow_federated as tff
 from fednest_tff.runtime import native
 
-context = native.build_native_context()
-tff.framework.set_default_context(context)
+
+def program(name):
+  context = native.build_native_context()
+  tff.framework.set_default_context(context)
+
+  @tff.federated_computation(tff.FederatedType(np.float32, tff.CLIENTS))
+  def total(values):
+    return tff.federated_sum(values)
+
+  def first_call():
+    with tff.framework.get_context_stack().install(context):
+      total([1.0])
+
+  thread = threading.Thread(target=first_call)
+  thread.start()
+  thread.join()
+  pid = context.worker.pid
+  time.sleep(0.5)
+  print(total([1.0, 2.0]), pid == context.worker.pid, pid, flush=True)
+  if name == 'raise':
+    raise RuntimeError('on purpose')
+  if name == 'wait':
+    time.sleep(600)
 
 
-@tff.federated_computation(tff.FederatedType(np.float32, tff.CLIENTS))
-def total(values):
-  return tff.federated_sum(values)
-
-
-def first_call():
-  with tff.framework.get_context_stack().install(context):
-    total([1.0])
-
-
-thread = threading.Thread(target=first_call)
-thread.start()
-thread.join()
-pid = context.worker.pid
-time.sleep(0.5)
-print(total([1.0, 2.0]), pid == context.worker.pid, pid, flush=True)
-if sys.argv[1] == 'raise':
-  raise RuntimeError('on purpose')
-if sys.argv[1] == 'wait':
-  time.sleep(600)
+orders = [argument.split(',') for argument in sys.argv[1:]]
+pipes = [int(number) for order in orders for number in order[1:]]
+for name, out, err in orders:
+  child = os.fork()
+  if child == 0:
+    os.dup2(int(out), 1)
+    os.dup2(int(err), 2)
+    for pipe in pipes:
+      os.close(pipe)
+    program(name)
+    sys.exit()
+  print(child, flush=True)
+for pipe in pipes:
+  os.close(pipe)
+for _ in orders:
+  child, status = os.wait()
+  print(child, os.waitstatus_to_exitcode(status), flush=True)
 """
 ENDS = {  # From how the parent ends to the script's argument and a signal.
     'exit': ('exit', None),
@@ -71,42 +91,92 @@ def wait_until(condition, seconds):
     time.sleep(0.05)
 
 
+class Parent(NamedTuple):
+  """A program that has a worker.
+
+  Attributes:
+    pid: Its process id.
+    out: Its standard output.
+    err: Its standard error.
+  """
+
+  pid: int
+  out: IO[str]
+  err: IO[str]
+
+
 @pytest.fixture(scope='module')
-def parents(tmp_path_factory):
-  """The script in all variants at once, each with pipes for its streams."""
+def script(tmp_path_factory):
+  """The script, and its programs, each with pipes for its streams."""
   logs = str(tmp_path_factory.mktemp('logs'))
   environment = os.environ | {'PYTHONPATH': os.getcwd(), 'TMPDIR': logs}
-  started = {
-      name: subprocess.Popen(
-          [sys.executable, '-c', SCRIPT, argument],
-          stdout=subprocess.PIPE,
-          stderr=subprocess.PIPE,
-          env=environment,
-          text=True,
+  pipes = {name: (os.pipe(), os.pipe()) for name in ENDS}
+  written = [end for pair in pipes.values() for _, end in pair]
+  started = subprocess.Popen(
+      [sys.executable, '-c', SCRIPT]
+      + [
+          f'{ENDS[name][0]},{out[1]},{err[1]}'
+          for name, (out, err) in pipes.items()
+      ],
+      stdout=subprocess.PIPE,
+      pass_fds=written,
+      env=environment,
+      text=True,
+  )
+  for end in written:
+    os.close(end)
+  parents = {
+      name: Parent(
+          int(started.stdout.readline()), os.fdopen(out[0]), os.fdopen(err[0])
       )
-      for name, (argument, _) in ENDS.items()
+      for name, (out, err) in pipes.items()
   }
-  yield started
-  for process in started.values():
-    process.kill()
-    process.communicate()
+  yield started, parents
+  started.kill()
+  started.communicate()
+  for parent in parents.values():
+    if psutil.pid_exists(parent.pid):
+      os.kill(parent.pid, signal.SIGKILL)
+    parent.out.close()
+    parent.err.close()
+
+
+@pytest.fixture(scope='module')
+def parents(script):
+  return script[1]
+
+
+@pytest.fixture(scope='module')
+def exit_code(script):
+  """A function that waits for a program and returns its exit code."""
+  codes = {}
+
+  def wait(pid):
+    while pid not in codes:
+      ended, code = map(int, script[0].stdout.readline().split())
+      codes[ended] = code
+    return codes[pid]
+
+  return wait
 
 
 @pytest.mark.parametrize('name', ENDS)
-def test_worker_ends_with_its_parent_and_holds_no_pipe(parents, name):
+def test_worker_ends_with_its_parent_and_holds_no_pipe(
+    parents, name, exit_code
+):
   parent, end = parents[name], ENDS[name][1]
-  line = parent.stdout.readline()
-  assert line, parent.communicate()[1]
+  line = parent.out.readline()
+  assert line, parent.err.read()
   total, same_worker, pid = line.split()
   assert (total, same_worker) == ('3.0', 'True')
   if end is not None:
     assert is_alive(int(pid))
-    parent.send_signal(end)
+    os.kill(parent.pid, end)
   # Returns when both pipes are closed, as `python script.py | tail` would.
-  _, errors = parent.communicate(timeout=30)
+  errors = parent.out.read() + parent.err.read()
   wait_until(lambda: not is_alive(int(pid)), 5)
   expected = {'exit': 0, 'exception': 1}.get(name, -(end or 0))
-  assert parent.returncode == expected, errors
+  assert exit_code(parent.pid) == expected, errors
   if name == 'exception':
     assert 'on purpose' in errors
 
@@ -140,22 +210,25 @@ def program(directory, body):
 
 
 @pytest.mark.parametrize(
-    ['body', 'words'],
+    ['body', 'timeout', 'words'],
     [
-        ('echo "cannot load libfoo.so" >&2; exit 127', ['127', 'libfoo.so']),
-        ('kill -ILL $$', ['SIGILL', 'Illegal instruction']),
-        ('exec sleep 600', ['did not answer within 1 s']),
+        ('echo "cannot load libfoo" >&2; exit 127', 60, ['127', 'libfoo']),
+        ('kill -ILL $$', 60, ['SIGILL', 'Illegal instruction']),
+        ('exec sleep 600', 1, ['did not answer within 1 s']),
     ],
 )
-def test_worker_that_does_not_start_is_one_clear_line(tmp_path, body, words):
+def test_worker_that_does_not_start_is_one_clear_line(
+    tmp_path, body, timeout, words
+):
   logs = tmp_path / 'logs'
   context = native.build_native_context(
-      start_timeout=1.0, log_dir=str(logs), binary=program(tmp_path, body)
+      start_timeout=timeout, log_dir=str(logs), binary=program(tmp_path, body)
   )
   start = time.monotonic()
-  with pytest.raises(remote.WorkerError) as caught:
+  with pytest.raises(errors.WorkerError) as caught:
     call(context, add_one, 1)
-  assert time.monotonic() - start < 10
+  # Not after the time of one that hangs.
+  assert time.monotonic() - start < 50
   (log,) = logs.iterdir()
   message = str(caught.value)
   assert '\n' not in message
@@ -166,7 +239,7 @@ def test_worker_that_does_not_start_is_one_clear_line(tmp_path, body, words):
 
 
 def test_program_that_is_not_there():
-  with pytest.raises(remote.WorkerError, match='no program /nowhere/worker'):
+  with pytest.raises(errors.WorkerError, match='no program /nowhere/worker'):
     call(native.build_native_context(binary='/nowhere/worker'), add_one, 1)
 
 
@@ -177,22 +250,13 @@ def test_bad_arguments():
     native.build_native_context(call_timeout=-1)
 
 
-def test_port_that_is_taken():
-  with socket.socket() as taken:
-    taken.bind(('', 0))
-    taken.listen()
-    port = taken.getsockname()[1]
-    with pytest.raises(remote.WorkerError, match=f'Port {port} is not free'):
-      local_worker.LocalWorker(port=port)
-
-
 def test_worker_killed_in_a_call_fails_it_and_the_next_call_works(caplog):
   context = native.build_native_context()
   assert call(context, add_one, 1) == 2
   first = context.worker
   threading.Timer(1.0, lambda: os.kill(first.pid, signal.SIGKILL)).start()
   start = time.monotonic()
-  with pytest.raises(remote.WorkerError) as caught:
+  with pytest.raises(errors.WorkerError) as caught:
     call(context, spin, 10**6)
   assert time.monotonic() - start < 30
   message = str(caught.value)
@@ -231,10 +295,15 @@ def test_interrupted_call_leaves_the_next_one_free(tmp_path):
 
 def test_call_timeout(tmp_path):
   context = native.build_native_context(
-      call_timeout=1.0, log_dir=str(tmp_path)
+      call_timeout=3.0, log_dir=str(tmp_path)
   )
-  with pytest.raises(remote.WorkerError, match=r'call_timeout \(1 s\)'):
+  with pytest.raises(errors.WorkerError, match=r'call_timeout \(3 s\)'):
     call(context, spin, 10**6)
+  assert call(context, add_one, 1) == 2
+  # A worker that stands still would otherwise hold its call for ever.
+  os.kill(context.worker.pid, signal.SIGSTOP)
+  with pytest.raises(errors.WorkerError, match=r'call_timeout \(3 s\)'):
+    call(context, add_one, 1)
   assert call(context, add_one, 1) == 2
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff.runtime import shares
@@ -31,29 +32,32 @@ def test_has_clients():
   assert not shares.has_clients(None)
 
 
-def test_lists_at_clients():
-  assert shares.lists_at_clients(_argument(2), ARGUMENT) == [[0, 1], (0, 1)]
-  assert shares.lists_at_clients([4, 5], CLIENTS) == [[4, 5]]
-  assert shares.lists_at_clients(4, EQUAL) == []
+def test_is_per_client():
+  assert shares.is_per_client(CLIENTS)
+  assert not shares.is_per_client(EQUAL)
+  assert not shares.is_per_client(SERVER)
 
 
 @pytest.mark.parametrize('size', [0, 1, 4, 5, 7])
 @pytest.mark.parametrize('num_parts', [1, 2, 3])
 def test_parts_are_even_and_keep_the_order(size, num_parts):
-  parts = [
-      shares.share(_argument(size), ARGUMENT, part, num_parts)
-      for part in range(num_parts)
-  ]
-  assert sum([part.nested.x for part in parts], []) == list(range(size))
-  lengths = [len(part.nested.x) for part in parts]
+  clients = tuple(range(size))
+  parts = [shares.cut(clients, part, num_parts) for part in range(num_parts)]
+  assert sum(parts, []) == list(clients)
+  lengths = list(map(len, parts))
   assert max(lengths) - min(lengths) <= 1
-  for part in parts:
-    assert part.z == part.nested.x
-    assert (part.server, part.nested.y) == ((7,), 8)
-    assert list(part.unplaced) == [1, 2]
 
 
-def test_no_clients_and_a_single_list():
-  rest = shares.share(_argument(3), ARGUMENT, 0, 0)
-  assert (rest.nested.x, rest.z, rest.server) == ([], [], (7,))
-  assert shares.share([1, 2, 3], CLIENTS, 1, 2) == [2, 3]
+def test_without_clients():
+  rest = shares.without_clients(_argument(3), ARGUMENT)
+  assert (rest.nested.x, rest.z) == ([], [])
+  assert (rest.server, rest.nested.y) == ((7,), 8)
+  assert list(rest.unplaced) == [1, 2]
+  assert shares.without_clients([1, 2, 3], CLIENTS) == []
+
+
+def test_count_elements():
+  dataset = tf.data.Dataset.range(5)
+  assert shares.count_elements(dataset) == 5
+  assert shares.count_elements(dataset.filter(lambda k: k < 3)) == 3
+  assert shares.count_elements([4, 5]) == 2

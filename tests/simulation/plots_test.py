@@ -64,25 +64,60 @@ def test_curves_show_mean_and_band():
   plt.close(figure)
 
 
-def test_draw(tmp_path, monkeypatch):
-  figures = []
-  close = plt.close
-  monkeypatch.setattr(plt, 'close', figures.append)
-  runs = {'fednest': [rows_of([0.1, 0.7])], 'lfednest': [rows_of([0.2, 0.6])]}
+def rows_at(values, rounds, size):
+  """Rows of a method with so many rounds and bytes per epoch."""
+  return [
+      row | {
+          'communication_rounds': rounds * k, 'bytes_up': size * k,
+          'bytes_down': size * k,
+      }
+      for k, row in enumerate(rows_of(values), start=1)
+  ]
+
+
+def axes_of(*costs):
+  runs = {
+      f'method {k}': [rows_at([0.1, 0.2], *cost)]
+      for k, cost in enumerate(costs)
+  }
+  figure = simulation.make_figure(runs, CURVE)
+  return [axes.get_xlabel().split(',')[0] for axes in figure.axes]
+
+
+def test_panels_that_would_look_the_same_are_drawn_once():
+  assert axes_of((4, 100)) == ['communication rounds']
+  assert axes_of((4, 100), (4, 100)) == ['communication rounds']
+  assert axes_of((4, 100), (4, 300)) == ['communication rounds', 'megabytes']
+  assert axes_of((4, 100), (8, 200)) == ['epochs', 'communication rounds']
+  # The bytes of an epoch are the same, rounds are not.
+  assert axes_of((4, 100), (8, 100)) == ['epochs', 'communication rounds']
+  assert axes_of((4, 100), (8, 300)) == [
+      'epochs', 'communication rounds', 'megabytes'
+  ]
+
+
+def test_draw(tmp_path):
+  runs = {
+      'fednest': [rows_at([0.1, 0.7], 9, 10**6)],
+      'lfednest': [rows_at([0.2, 0.6], 2, 10**5)],
+      'my own': [rows_at([0.2, 0.3], 2, 10**5)],
+  }
   path = simulation.draw(runs, CURVE, str(tmp_path / 'plot'), 'Title')
   assert path == str(tmp_path / 'plot.png')
   assert sorted(os.listdir(tmp_path)) == ['plot.pdf', 'plot.png']
-  figure, = figures
+  figure = simulation.make_figure(runs, CURVE, 'Title')
   assert [a.get_xlabel() for a in figure.axes] == [
       'epochs', 'communication rounds', 'megabytes, up and down'
   ]
   assert figure.axes[0].get_ylabel() == 'test accuracy'
   legend, = figure.legends
-  assert [t.get_text() for t in legend.get_texts()] == ['fednest', 'lfednest']
+  # The registry's labels.
+  assert [t.get_text() for t in legend.get_texts()] == [
+      'FedNest', 'LFedNest', 'my own'
+  ]
   # The legend is outside of all panels.
   box = legend.get_window_extent()
   assert not any(box.overlaps(a.get_window_extent()) for a in figure.axes)
-  close(figure)
   image = matplotlib.image.imread(path)
   assert image.shape[1] > 1000
   # Not blank: the curves' colours are there.
@@ -95,7 +130,6 @@ def test_draw(tmp_path, monkeypatch):
   assert first == [
       (tmp_path / f'plot.{x}').read_bytes() for x in ('png', 'pdf')
   ]
-  close('all')
 
 
 @pytest.mark.filterwarnings('error')

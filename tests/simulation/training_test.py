@@ -17,11 +17,23 @@ from tests.helpers import processes, quadratic
 def test_signals_are_noted_and_handlers_come_back():
   before = signal.getsignal(signal.SIGTERM)
   with training._Signals() as signals:
+    assert signal.getsignal(signal.SIGTERM) == before
+    signals.start()
     signal.raise_signal(signal.SIGTERM)
     assert signals.received == signal.SIGTERM
-    with pytest.raises(KeyboardInterrupt):
-      signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as raised:
+      signal.raise_signal(signal.SIGHUP)
+    assert raised.value.signal_number == signal.SIGHUP
   assert signal.getsignal(signal.SIGTERM) == before
+  # What nohup ignores stays ignored.
+  old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with training._Signals() as signals:
+      signals.start()
+      signal.raise_signal(signal.SIGHUP)
+      assert signals.received is None
+  finally:
+    signal.signal(signal.SIGHUP, old)
 
 
 def test_event_loop_comes_back():
@@ -56,7 +68,7 @@ def test_signal_in_the_last_epoch_stops_what_follows(
     )
   assert stopped.value.signal_number == signal.SIGINT
   assert simulation.is_complete(str(tmp_path / 'metrics.csv'), 2)
-  assert (tmp_path / 'checkpoints' / 'program_state_2').exists()
+  assert (tmp_path / 'checkpoints' / 'program_state_2.npz').exists()
 
 
 class _Counting:

@@ -3,10 +3,17 @@
 The steps, in the order in which a computation passes through them:
 
 - `call_dominant`: rewrites it as a list of calls, and identifies it by a hash.
-- `cohort`: decides how values at clients are held, written out or in a loop.
+- `readings`: finds the calls that only read clients' datasets, and runs them.
+- `cohort`: decides how values at clients are held: `unrolled`, written out one
+  after the other, or `batched`, at once or in a loop. `broadcast`: what all
+  share; `rows`: what each has.
 - `placed`: gives arguments and results the form of flat lists of tensors.
-- `lowering`: traces all calls into one function (`build_function`).
+- `lowering`: traces all calls into one function (`build_function`), or runs
+  them one after the other (`evaluate_computation`).
 - `intrinsics`: the calls of TFF's own operators, such as `federated_sum`.
-- `graphs`: the calls of `tff.tensorflow.computation`s.
+- `reductions`: sums of stacked values.
+- `secure_sums`: simulates the secure ones among them.
+- `graphs`: the calls of `tff.tensorflow.computation`s. `graph_rewriting`
+  simplifies their graphs, `converters` vectorises their operations.
 - `values`: converts single Python values to tensors and back.
 """

@@ -7,11 +7,12 @@ is inside another one.
 import hashlib
 import re
 from typing import NamedTuple
+import weakref
 
 import tensorflow_federated as tff
 
 from fednest_tff import structures
-from fednest_tff.runtime.compiler import graphs
+from fednest_tff.runtime.compiler import graphs, readings
 
 
 class CallDominant(NamedTuple):
@@ -23,12 +24,14 @@ class CallDominant(NamedTuple):
     fingerprint: A hash. Equal computations have the same one, also if they were
       traced at different times.
     num_nodes: The number of nodes of all TensorFlow graphs in it.
+    readings: The calls that only read what clients gave.
   """
 
   block: tff.framework.ComputationBuildingBlock
   type_signature: tff.FunctionType
   fingerprint: bytes
   num_nodes: int
+  readings: readings.Readings
 
 
 def _text(block: tff.framework.ComputationBuildingBlock) -> str:
@@ -73,8 +76,12 @@ def _num_nodes(block: tff.framework.ComputationBuildingBlock) -> int:
   )
 
 
+# What is known of computations that are still there, by their ids.
+_KNOWN: dict[int, CallDominant] = {}
+
+
 def to_call_dominant(computation: tff.Computation) -> CallDominant:
-  """Rewrites a computation.
+  """Rewrites a computation, if it has not been rewritten before.
 
   Args:
     computation: Any computation that is a function.
@@ -85,10 +92,20 @@ def to_call_dominant(computation: tff.Computation) -> CallDominant:
   Raises:
     ValueError: If `computation` is not a function.
   """
+  found = _KNOWN.get(id(computation))
+  if found is not None:
+    return found
   block = computation.to_building_block()
   if not isinstance(block.type_signature, tff.FunctionType):
     raise ValueError(f'Expected a function; got {block.type_signature}.')
   block = tff.framework.to_call_dominant(block)
-  return CallDominant(
-      block, block.type_signature, _fingerprint(block), _num_nodes(block)
+  found = CallDominant(
+      block,
+      block.type_signature,
+      _fingerprint(block),
+      _num_nodes(block),
+      readings.find_readings(block),
   )
+  _KNOWN[id(computation)] = found
+  weakref.finalize(computation, _KNOWN.pop, id(computation), None)
+  return found

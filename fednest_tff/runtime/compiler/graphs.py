@@ -8,7 +8,7 @@ The functions take and return TFF values: a tensor, the variant tensor of a
 dataset, or a `tff.structure.Struct` of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import hashlib
 import re
 
@@ -16,10 +16,23 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import structures
+from fednest_tff.runtime.compiler import converters, graph_rewriting
 from fednest_tff.structures import Value
 
+# How many computations an `Importer` knows; an epoch of FedNest has about 50.
+_MAX_KNOWN = 4096
 # By this name TensorFlow knows a resource that each execution creates anew.
 _ANONYMOUS = b'cd2c89b7-88b7-44c8-ad83-06c2a9158347'
+# A function of tensors.
+_Tensors = Callable[..., list[tf.Tensor]]
+# Operations that return a handle to what a graph's `initialize_op` fills.
+_HANDLES = frozenset([
+    'VarHandleOp',
+    'HashTableV2',
+    'MutableDenseHashTableV2',
+    'MutableHashTableV2',
+    'MutableHashTableOfTensorsV2',
+])
 
 
 def _tensor_names(binding: Value) -> list[str]:
@@ -59,19 +72,20 @@ def _separate_variables(
   """Gives every call its own variables and initialises them before use.
 
   TFF runs `initialize_op` in a session before the rest of the graph. Inside one
-  function there is no such order, so every node that uses a variable is made to
-  wait for `initialize_op`. Variables get an anonymous handle, because clients
-  would share a named one.
+  function there is no such order, so every node that uses a variable or a table
+  is made to wait for `initialize_op`. Variables get an anonymous handle,
+  because clients would share a named one.
 
   Args:
     graph_def: The graph, which is changed in place.
-    initialize_op: The name of the node that initialises all variables; empty if
-      there are none.
+    initialize_op: The name of the node that initialises all variables and
+      tables; empty if there are none.
   """
   handles = set()
   for node in graph_def.node:
     if node.op == 'VarHandleOp':
       node.attr['shared_name'].s = _ANONYMOUS
+    if node.op in _HANDLES:
       handles.add(node.name)
   if not initialize_op:
     return
@@ -106,9 +120,24 @@ def _canonical_text(graph_def: tf.compat.v1.GraphDef) -> str:
   return pattern.sub(lambda match: names[match[0]], ''.join(parts))
 
 
+# From the hash of a computation as it is written to its fingerprint.
+_FINGERPRINTS: dict[bytes, bytes] = {}
+
+
 def fingerprint(compiled: tff.framework.CompiledComputation) -> bytes:
   """Computes a hash that is the same for computations that are equal."""
+  text = compiled.proto.SerializeToString(deterministic=True)
+  key = hashlib.sha256(text).digest()
+  if key not in _FINGERPRINTS:
+    _FINGERPRINTS[key] = _fingerprint(compiled)
+  return _FINGERPRINTS[key]
+
+
+def _fingerprint(compiled: tff.framework.CompiledComputation) -> bytes:
   proto = compiled.proto
+  if proto.WhichOneof('computation') != 'tensorflow':
+    text = proto.SerializeToString(deterministic=True)
+    return hashlib.sha256(text).digest()
   graph_def = tf.compat.v1.GraphDef()
   proto.tensorflow.graph_def.Unpack(graph_def)
   digest = hashlib.sha256(_canonical_text(graph_def).encode())
@@ -133,23 +162,41 @@ def num_nodes(compiled: tff.framework.CompiledComputation) -> int:
   )
 
 
-def _as_function(
-    graph_def: tf.compat.v1.GraphDef, feeds: list[str], fetches: list[str]
-) -> Callable[..., list[tf.Tensor]]:
-  """Converts a graph to a TensorFlow function from `feeds` to `fetches`.
+def _drop_colocations(
+    nodes: list[tf.compat.v1.NodeDef], names: set[str]
+) -> None:
+  """Removes wishes to be on the device of a node that is not in `names`."""
+  possible = {f'loc:@{name}'.encode() for name in names}
+  for node in nodes:
+    if '_class' in node.attr:
+      wishes = node.attr['_class'].list.s
+      wishes[:] = [wish for wish in wishes if wish in possible]
 
-  The function's arguments replace the graph's placeholders, and control inputs
-  from placeholders too. (`WrappedFunction.prune` does the same but copies the
-  graph op by op, which is slow.) Nodes that no output needs are left out: TFF's
-  session does not run them either.
+
+def _as_functions(
+    graph_def: tf.compat.v1.GraphDef,
+    feeds: list[str],
+    fetches: list[str],
+    is_rewritten: bool,
+) -> tuple[_Tensors, _Tensors]:
+  """Converts a graph to functions from `feeds` to `fetches`.
+
+  A function's arguments replace the graph's placeholders, control inputs from
+  placeholders too. Colocations with nodes that go are dropped.
+  (`WrappedFunction.prune` does the same but copies the graph op by op, which is
+  slow.) Nodes that no output needs are left out: TFF's session does not run
+  them either.
 
   Args:
     graph_def: The graph, which is changed in place.
     feeds: The names of the input tensors.
     fetches: The names of the output tensors.
+    is_rewritten: Whether to simplify the graph, and to prepare it for being
+      vectorised. It must only compute tensors from tensors.
 
   Returns:
-    A function of as many tensors as there are `feeds`.
+    Two functions of as many tensors as there are `feeds`. The first writes the
+    graph's nodes into the current graph. The second is a TensorFlow function.
   """
   needed = _ancestors(graph_def, [_node_name(name) for name in feeds + fetches])
   kept = [node for node in graph_def.node if node.name in needed]
@@ -160,57 +207,146 @@ def _as_function(
     signature.append(
         tf.TensorSpec(attributes['shape'].shape, attributes['dtype'].type)
     )
+  _drop_colocations(kept, needed - set(map(_node_name, feeds)))
   del graph_def.node[:]
   graph_def.node.extend(kept)
+  functions = []
+  if is_rewritten:
+    graph_def = graph_rewriting.simplify(graph_def, fetches)
+    functions = graph_rewriting.take_functions(graph_def)
 
   def imported(*arguments: tf.Tensor) -> list[tf.Tensor]:
+    graph = tf.compat.v1.get_default_graph()
+    graph_rewriting.add_functions(graph, functions)
     given = dict(zip(feeds, arguments, strict=True))
     waits = {f'^{_node_name(name)}': given[name] for name in feeds}
-    return tf.graph_util.import_graph_def(
-        graph_def, input_map=given | waits, return_elements=fetches, name=''
+    num_operations = len(graph.get_operations())
+    # In a scope of their own: nodes of simplified graphs have the names that
+    # TensorFlow gives when it writes out a function, and would be mixed up.
+    results = tf.graph_util.import_graph_def(
+        graph_def,
+        input_map=given | waits,
+        return_elements=fetches,
+        name='imported',
     )
+    converters.attach(graph.get_operations()[num_operations:])
+    return results
 
-  return tf.compat.v1.wrap_function(imported, signature)
+  return imported, tf.compat.v1.wrap_function(imported, signature)
 
 
-def import_graph(
-    compiled: tff.framework.CompiledComputation,
-) -> Callable[[Value], Value]:
-  """Converts a computation to a Python function.
+class ImportedGraph:
+  """A computation as a Python function of one TFF value.
 
-  Args:
-    compiled: A TensorFlow computation.
-
-  Returns:
-    A function of one TFF value, or of nothing if `compiled` takes no argument.
-    It is to be called inside a `tf.function`.
-
-  Raises:
-    NotImplementedError: If `compiled` is not a TensorFlow computation, but
-      for example one in JAX.
+  It is to be called inside a `tf.function`. If the computation has no argument,
+  it takes `None`.
   """
-  kind = compiled.proto.WhichOneof('computation')
-  if kind != 'tensorflow':
-    raise NotImplementedError(
-        f'The in-process runtime runs TensorFlow computations, not {kind}.'
+
+  def __init__(
+      self,
+      compiled: tff.framework.CompiledComputation,
+      is_simplified: bool = True,
+  ):
+    """Imports a computation.
+
+    Args:
+      compiled: A TensorFlow computation.
+      is_simplified: Whether to simplify it, if it is stateless: that takes some
+        time, and pays if the graph is to be compiled.
+
+    Raises:
+      NotImplementedError: If `compiled` is not a TensorFlow computation, but
+        for example one in JAX.
+    """
+    kind = compiled.proto.WhichOneof('computation')
+    if kind != 'tensorflow':
+      raise NotImplementedError(
+          f'The in-process runtime runs TensorFlow computations, not {kind}.'
+      )
+    proto = compiled.proto.tensorflow
+    graph_def = tf.compat.v1.GraphDef()
+    proto.graph_def.Unpack(graph_def)
+    _separate_variables(graph_def, proto.initialize_op)
+    feeds = []
+    if proto.HasField('parameter'):
+      feeds = _tensor_names(proto.parameter)
+    self._tokens = []
+    if proto.session_token_tensor_name:
+      feeds.append(proto.session_token_tensor_name)
+      self._tokens = ['']
+    self._result_type = compiled.type_signature.result
+    fetches = _tensor_names(proto.result)
+    self._sources = [
+        _ancestors(graph_def, [_node_name(fetch)]) for fetch in fetches
+    ]
+    self._feeds = list(map(_node_name, feeds))
+    self._write_nodes, self._function = _as_functions(
+        graph_def,
+        feeds,
+        fetches,
+        is_simplified and graph_rewriting.is_stateless(compiled),
     )
-  proto = compiled.proto.tensorflow
-  graph_def = tf.compat.v1.GraphDef()
-  proto.graph_def.Unpack(graph_def)
-  _separate_variables(graph_def, proto.initialize_op)
-  feeds = []
-  if proto.HasField('parameter'):
-    feeds = _tensor_names(proto.parameter)
-  token = proto.session_token_tensor_name
-  if token:
-    feeds.append(token)
-  imported = _as_function(graph_def, feeds, _tensor_names(proto.result))
-  result_type = compiled.type_signature.result
 
-  def call(argument: Value = None) -> Value:
-    arguments = [] if argument is None else structures.leaves(argument)
-    if token:
-      arguments.append(tf.constant(''))
-    return structures.pack(result_type, imported(*arguments))
+  def _arguments(self, argument: Value) -> list[tf.Tensor]:
+    leaves = [] if argument is None else structures.leaves(argument)
+    return leaves + [tf.constant(token) for token in self._tokens]
 
-  return call
+  def __call__(self, argument: Value = None) -> Value:
+    """Calls the computation as a TensorFlow function."""
+    results = self._function(*self._arguments(argument))
+    return structures.pack(self._result_type, results)
+
+  def depend(self, chosen: Sequence[bool]) -> list[bool]:
+    """Tells for each leaf of the result whether it depends on certain leaves.
+
+    Args:
+      chosen: For each leaf of the argument, whether it is one of them.
+    """
+    names = {
+        feed for feed, is_chosen in zip(self._feeds, chosen, strict=False)
+        if is_chosen
+    }
+    return [bool(names & sources) for sources in self._sources]
+
+  def write_nodes(self, argument: Value = None) -> Value:
+    """Writes the computation into the current graph, not as a function.
+
+    `tf.vectorized_map` is faster in converting nodes than functions.
+    """
+    results = self._write_nodes(*self._arguments(argument))
+    return structures.pack(self._result_type, results)
+
+
+class Importer:
+  """Imports graphs. Equal ones share a function, while it is kept."""
+
+  def __init__(self, is_simplified: bool = True) -> None:
+    """Creates an importer; see `ImportedGraph`."""
+    self._is_simplified = is_simplified
+    self._functions: dict[bytes, ImportedGraph] = {}
+    # From the id of a computation to itself, so that no other object gets its
+    # id, and to its function.
+    self._known: dict[
+        int,
+        tuple[tff.framework.CompiledComputation, ImportedGraph],
+    ] = {}
+
+  def clear(self) -> None:
+    """Forgets all functions."""
+    self._functions.clear()
+    self._known.clear()
+
+  def __call__(
+      self, compiled: tff.framework.CompiledComputation
+  ) -> ImportedGraph:
+    """Converts a computation to a Python function."""
+    found = self._known.get(id(compiled))
+    if found is not None:
+      return found[1]
+    if len(self._known) >= _MAX_KNOWN:
+      self.clear()
+    key = fingerprint(compiled)
+    if key not in self._functions:
+      self._functions[key] = ImportedGraph(compiled, self._is_simplified)
+    self._known[id(compiled)] = compiled, self._functions[key]
+    return self._functions[key]

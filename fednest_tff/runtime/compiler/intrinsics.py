@@ -13,16 +13,21 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import structures
-from fednest_tff.runtime.compiler import values
-from fednest_tff.runtime.compiler.cohort import (
+from fednest_tff.runtime.compiler import (
+    graph_rewriting,
+    reductions,
+    secure_sums,
+    values,
+)
+from fednest_tff.runtime.compiler.batched import Batched
+from fednest_tff.runtime.compiler.broadcast import (
     Broadcast,
-    Cohort,
     Function,
-    Looped,
     broadcast_value,
     is_broadcast,
     split_broadcasts,
 )
+from fednest_tff.runtime.compiler.cohort import Cohort
 from fednest_tff.structures import Value
 
 Struct: TypeAlias = tff.structure.Struct
@@ -39,6 +44,29 @@ def _fill(
 
 def _zeros(value_type: tff.Type) -> Value:
   return _fill(value_type, lambda spec: tf.zeros(spec.shape, spec.dtype))
+
+
+def _relax_shapes(value: Value, value_type: tff.Type) -> Value:
+  """Makes TensorFlow forget sizes that the type of a value leaves open.
+
+  An accumulator may grow from client to client, for example from no rows. A
+  loop wants to know before it starts that the number of rows changes.
+
+  Args:
+    value: A TFF value.
+    value_type: Its type.
+
+  Returns:
+    The value, with the shapes of its type.
+  """
+
+  def relax(tensor: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+    if tensor.shape.is_fully_defined() and not spec.shape.is_fully_defined():
+      return tf.compat.v1.placeholder_with_default(tensor, spec.shape)
+    return tensor
+
+  specs = structures.pack(value_type, values.leaf_specs(value_type))
+  return structures.map_leaves(relax, value, specs)
 
 
 def _add(pair: Struct) -> Value:
@@ -58,6 +86,17 @@ def _is_structural(block: tff.framework.ComputationBuildingBlock) -> bool:
       isinstance(inner, rearranging)
       for inner in structures.inner_blocks(block.result)
   )
+
+
+def _is_stateless(block: tff.framework.ComputationBuildingBlock) -> bool:
+  """Tells whether a function only computes tensors from tensors."""
+  for inner in structures.inner_blocks(block):
+    if isinstance(inner, tff.framework.CompiledComputation):
+      if not graph_rewriting.is_stateless(inner):
+        return False
+    elif isinstance(inner, tff.framework.Intrinsic):
+      return False
+  return True
 
 
 def _to_container(value: Value, value_type: tff.Type) -> Value:
@@ -108,6 +147,10 @@ class Intrinsics:
         'federated_max': self._max,
         'federated_mean': self._unweighted_mean,
         'federated_min': self._min,
+        'federated_secure_modular_sum': self._secure_modular_sum,
+        'federated_secure_select': self._select,
+        'federated_secure_sum': self._secure_sum,
+        'federated_secure_sum_bitwidth': self._secure_sum_bitwidth,
         'federated_select': self._select,
         'federated_sum': self._sum,
         'federated_value_at_clients': self._broadcast,
@@ -173,10 +216,12 @@ class Intrinsics:
 
   def _map(self, argument: Value, call: tff.framework.Call) -> Value:
     function, value = argument
-    if isinstance(self._cohort, Looped) and _is_structural(call.argument[0]):
+    block = call.argument[0]
+    if isinstance(self._cohort, Batched) and _is_structural(block):
       # The whole cohort at once, without a loop.
       return function(split_broadcasts(value))
-    return self._cohort.map(function, value, call.type_signature.member)
+    member = call.type_signature.member
+    return self._cohort.map(function, value, member, _is_stateless(block))
 
   def _map_all_equal(self, argument: Value, call: tff.framework.Call) -> Value:
     function, value = argument
@@ -203,25 +248,54 @@ class Intrinsics:
   # Aggregation.
 
   def _aggregate(self, argument: Value, call: tff.framework.Call) -> Value:
-    del call
     value, zero, accumulate, merge, report = argument
+    accumulator = call.argument.type_signature[2].result
+    zero = _relax_shapes(zero, accumulator)
     return report(self._cohort.reduce(value, zero, accumulate, merge))
 
   def _sum(self, argument: Value, call: tff.framework.Call) -> Value:
     member = call.argument.type_signature.member
-    return self._cohort.reduce(argument, _zeros(member), _add, _add)
+    return self._cohort.reduce(
+        argument, _zeros(member), _add, _add, reductions.sum_rows
+    )
+
+  def _secure_sum(self, argument: Value, call: tff.framework.Call) -> Value:
+    value, max_input = argument
+    member = call.argument.type_signature[0].member
+    add = secure_sums.build_checked_add(max_input)
+    return self._cohort.reduce(value, _zeros(member), add, _add)
+
+  def _secure_sum_bitwidth(
+      self, argument: Value, call: tff.framework.Call
+  ) -> Value:
+    value, bitwidth = argument
+    bounded = Struct.unnamed(value, secure_sums.max_input(bitwidth))
+    return self._secure_sum(bounded, call)
+
+  def _secure_modular_sum(
+      self, argument: Value, call: tff.framework.Call
+  ) -> Value:
+    value, modulus = argument
+    member = call.argument.type_signature[0].member
+    total = self._cohort.reduce(value, _zeros(member), _add, _add)
+    return secure_sums.modulo(total, modulus)
 
   def _min(self, argument: Value, call: tff.framework.Call) -> Value:
-    return self._extreme(argument, call, tf.minimum, lambda dtype: dtype.max)
+    return self._extreme(
+        argument, call, tf.minimum, tf.reduce_min, lambda dtype: dtype.max
+    )
 
   def _max(self, argument: Value, call: tff.framework.Call) -> Value:
-    return self._extreme(argument, call, tf.maximum, lambda dtype: dtype.min)
+    return self._extreme(
+        argument, call, tf.maximum, tf.reduce_max, lambda dtype: dtype.min
+    )
 
   def _extreme(
       self,
       argument: Value,
       call: tff.framework.Call,
       choose: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+      choose_row: Callable[..., tf.Tensor],
       limit: Callable[[tf.DType], Value],
   ) -> Value:
     """Finds the minimum or the maximum, starting from the dtype's limit."""
@@ -229,11 +303,25 @@ class Intrinsics:
     def step(pair: Struct) -> Value:
       return structures.map_leaves(choose, pair[0], pair[1])
 
+    def choose_rows(value: Value, size: tf.Tensor) -> Value:
+      del size  # The extreme of equal values does not depend on it.
+      return structures.map_leaves(
+          lambda leaf: leaf.value
+          if isinstance(leaf, Broadcast) else choose_row(leaf, axis=0),
+          value,
+      )
+
     zero = _fill(
         call.argument.type_signature.member,
         lambda spec: tf.fill(spec.shape, limit(spec.dtype)),
     )
-    return self._cohort.reduce(argument, zero, step, step)
+    return self._cohort.reduce(
+        argument,
+        zero,
+        step,
+        step,
+        at_once=choose_rows,
+    )
 
   def _unweighted_mean(
       self, argument: Value, call: tff.framework.Call
@@ -268,8 +356,19 @@ class Intrinsics:
           totals[0][1] + totals[1][1],
       )
 
+    def sum_rows(stacked: Struct, size: tf.Tensor) -> Struct:
+      value, weight = stacked
+      if isinstance(weight, Broadcast):
+        weight = tf.fill([size], weight.value)
+      weighted = structures.map_leaves(
+          lambda leaf: reductions.weighted_sum(leaf, weight), value
+      )
+      return Struct.unnamed(weighted, tf.reduce_sum(weight))
+
     zero = Struct.unnamed(_zeros(value_type), _zeros(weight_type))
-    total, weight = self._cohort.reduce(pair, zero, accumulate, merge)
+    total, weight = self._cohort.reduce(
+        pair, zero, accumulate, merge, at_once=sum_rows
+    )
     return structures.map_leaves(
         lambda v: v / tf.cast(weight, v.dtype), total
     )

@@ -1,30 +1,35 @@
-"""Traces a TFF computation into one TensorFlow function.
+"""Evaluates a TFF computation, or traces it into one TensorFlow function.
 
 A computation in call-dominant form is a list of calls of intrinsics and of
 TensorFlow graphs. Evaluating it once under `tf.function` writes all of it, for
-all clients, into one TensorFlow graph.
+all clients, into one TensorFlow graph. Evaluating it outside runs the calls one
+after the other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff.runtime.compiler import graphs, placed, values
+from fednest_tff.runtime.compiler.broadcast import Function
 from fednest_tff.runtime.compiler.call_dominant import CallDominant
-from fednest_tff.runtime.compiler.cohort import Cohort, Function
+from fednest_tff.runtime.compiler.cohort import Cohort
 from fednest_tff.runtime.compiler.intrinsics import Intrinsics
 from fednest_tff.structures import Value
 
+ImportGraph = Callable[[tff.framework.CompiledComputation], Function]
+
 
 class Lowering:
-  """Evaluates TFF's building blocks; create one for each trace."""
+  """Evaluates TFF's building blocks; create one for each evaluation."""
 
   def __init__(
       self,
       cohort: Cohort,
-      import_graph: Callable[[tff.framework.CompiledComputation], Function],
+      import_graph: ImportGraph,
       server_device: str,
+      given: dict[str, Value] | None = None,
   ):
     """Prepares the evaluation.
 
@@ -32,7 +37,9 @@ class Lowering:
       cohort: The clients.
       import_graph: Converts a compiled computation to a Python function.
       server_device: The device for all that does not run at clients.
+      given: Values of names that need not be evaluated.
     """
+    self._given = given or {}
     self._intrinsics = Intrinsics(cohort, server_device)
     self._import_graph = import_graph
     self._server_device = server_device
@@ -56,11 +63,14 @@ class Lowering:
     """
     framework = tff.framework
     if isinstance(block, framework.Reference):
+      if block.name in self._given:
+        return self._given[block.name]
       return names[block.name]
     if isinstance(block, framework.Block):
       names = dict(names)
       for name, value in block.locals:
-        names[name] = self.evaluate(value, names)
+        if name not in self._given:
+          names[name] = self.evaluate(value, names)
       return self.evaluate(block.result, names)
     if isinstance(block, framework.Lambda):
       return lambda argument=None: self.evaluate(
@@ -98,6 +108,48 @@ class Lowering:
       return self.evaluate(call.function, names)(argument)
 
 
+def evaluate_computation(
+    computation: CallDominant,
+    cohort: Cohort,
+    server_device: str,
+    import_graph: ImportGraph,
+    tensors: Iterable[tf.Tensor],
+    has_readings: bool = False,
+) -> list[tf.Tensor]:
+  """Evaluates a computation: at once, or while a function is being traced.
+
+  Args:
+    computation: The computation.
+    cohort: The clients.
+    server_device: The device for all that does not run at clients.
+    import_graph: Converts a compiled computation to a Python function.
+    tensors: The argument, from `placed.feed_tensors`, without what only
+      readings need, and then the results of the readings.
+    has_readings: Whether it is so. If not, `tensors` has the whole argument
+      and nothing else.
+
+  Returns:
+    The tensors of the result, for `placed.to_python`.
+  """
+  signature = computation.type_signature
+  remaining = iter(tensors)
+  argument = None
+  if signature.parameter is not None:
+    unused = computation.readings.unused if has_readings else frozenset()
+    argument = placed.unpack_argument(
+        cohort, signature.parameter, remaining, unused
+    )
+  given = {}
+  if has_readings:
+    for reading in computation.readings.calls:
+      given[reading.name] = cohort.unpack_argument(remaining, reading.member)
+  lowering = Lowering(cohort, import_graph, server_device, given)
+  value = lowering.evaluate(computation.block, {})
+  if callable(value):
+    value = value(argument)
+  return placed.flatten_result(cohort, signature.result, value)
+
+
 def build_function(
     computation: CallDominant, cohort: Cohort, server_device: str
 ) -> Callable[..., list[tf.Tensor]]:
@@ -109,32 +161,22 @@ def build_function(
     server_device: The device for all that does not run at clients.
 
   Returns:
-    A concrete function. It takes the tensors of `placed.feed_tensors` and
-    returns those that `placed.to_python` takes.
+    A concrete function. It takes the tensors of `placed.feed_tensors` and of
+    the readings, and returns those that `placed.to_python` takes.
   """
-  parameter = computation.type_signature.parameter
-  imported: dict[bytes, Function] = {}
-
-  def import_once(compiled: tff.framework.CompiledComputation) -> Function:
-    key = graphs.fingerprint(compiled)
-    if key not in imported:
-      imported[key] = graphs.import_graph(compiled)
-    return imported[key]
-
-  @tf.function(
-      input_signature=placed.argument_specs(cohort, parameter),
-      autograph=False,
+  import_graph = graphs.Importer()
+  readings = computation.readings
+  specs = placed.argument_specs(
+      cohort, computation.type_signature.parameter, readings.unused
   )
+  for reading in readings.calls:
+    specs += cohort.argument_specs(reading.member)
+
+  @tf.function(input_signature=specs, autograph=False)
   def lowered(*tensors: tf.Tensor) -> list[tf.Tensor]:
-    argument = None
-    if parameter is not None:
-      argument = placed.unpack_argument(cohort, parameter, tensors)
-    lowering = Lowering(cohort, import_once, server_device)
-    value = lowering.evaluate(computation.block, {})
-    if callable(value):
-      value = value(argument)
-    return placed.flatten_result(
-        cohort, computation.type_signature.result, value
+    return evaluate_computation(
+        computation, cohort, server_device, import_graph, tensors,
+        has_readings=True,
     )
 
   return lowered.get_concrete_function()

@@ -7,18 +7,16 @@ same at all clients or not placed at all, are converted as single values.
 The parameter of a computation without arguments is `None`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator, Sequence
+import itertools
 
 import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import values
-from fednest_tff.runtime.compiler.cohort import (
-    Broadcast,
-    Cohort,
-    broadcast_value,
-)
+from fednest_tff.runtime.compiler.broadcast import Broadcast, broadcast_value
+from fednest_tff.runtime.compiler.cohort import Cohort
 from fednest_tff.structures import Value
 
 
@@ -72,13 +70,17 @@ def cohort_size(parameter: tff.Type | None, argument: Value) -> int | None:
 
 
 def argument_specs(
-    cohort: Cohort, parameter: tff.Type | None
+    cohort: Cohort,
+    parameter: tff.Type | None,
+    unused: Container[int] = frozenset(),
 ) -> list[tf.TensorSpec]:
   """Lists the specs of the tensors that `feed_tensors` returns."""
   if parameter is None:
     return []
-  found = []
-  for value_type in structures.leaves(parameter):
+  found = cohort.size_specs()
+  for number, value_type in enumerate(structures.leaves(parameter)):
+    if number in unused:
+      continue
     if _is_per_client(value_type):
       found += cohort.argument_specs(value_type.member)
     else:
@@ -87,39 +89,96 @@ def argument_specs(
 
 
 def feed_tensors(
-    cohort: Cohort, parameter: tff.Type | None, argument: Value
+    cohort: Cohort,
+    parameter: tff.Type | None,
+    argument: Value,
+    unused: Container[int] = frozenset(),
 ) -> list[tf.Tensor]:
-  """Converts a Python argument of type `parameter` to tensors."""
+  """Converts a Python argument to tensors.
+
+  Args:
+    cohort: The clients.
+    parameter: The type of `argument`.
+    argument: The argument.
+    unused: The numbers of leaves of `parameter` that are left out.
+
+  Returns:
+    The tensors.
+  """
   if parameter is None:
     return []
-  found = []
-  for value, value_type in structures.typed_leaves(argument, parameter):
-    if _is_per_client(value_type):
-      found += cohort.feed_tensors(value, value_type.member)
-    else:
-      found += values.to_tensors(value, _member(value_type))
+  found = cohort.size_tensors()
+  names = _leaf_names(parameter)
+  pairs = structures.typed_leaves(argument, parameter)
+  for number, (value, value_type) in enumerate(pairs):
+    if number in unused:
+      continue
+    is_per_client = _is_per_client(value_type)
+    try:
+      if is_per_client:
+        found += cohort.feed_tensors(value, value_type.member)
+      else:
+        found += values.to_tensors(value, _member(value_type))
+    except (TypeError, ValueError) as error:
+      where = f'`{names[number]}`' if names[number] else 'The argument'
+      if is_per_client:
+        where += _find_client(cohort, value, value_type.member)
+      kind = ValueError if isinstance(error, ValueError) else TypeError
+      raise kind(f'{where} does not fit: {error}') from error
   return found
 
 
+def _leaf_names(value_type: tff.Type, prefix: str = '') -> list[str]:
+  """The names of a parameter's leaves, such as 'state.outer'."""
+  if not isinstance(value_type, tff.StructType):
+    return [prefix]
+  found = []
+  pairs = tff.structure.iter_elements(value_type)
+  for k, (name, element) in enumerate(pairs):
+    part = f'{prefix}[{k}]' if name is None else f'{prefix}.{name}'.lstrip('.')
+    found += _leaf_names(element, part)
+  return found
+
+
+def _find_client(
+    cohort: Cohort, clients: Sequence[Value], member: tff.Type
+) -> str:
+  """Says which client's value does not fit."""
+  for k, value in enumerate(clients):
+    try:
+      values.to_tensors(value, member)
+    except (TypeError, ValueError):
+      return f' of client {k} (of {cohort.size}, from 0)'
+  return ''
+
+
 def unpack_argument(
-    cohort: Cohort, parameter: tff.Type, tensors: Iterable[tf.Tensor]
+    cohort: Cohort,
+    parameter: tff.Type,
+    tensors: Iterator[tf.Tensor],
+    unused: Container[int] = frozenset(),
 ) -> Value:
   """Converts tensors to an argument, inside of the function.
 
   Args:
     cohort: The clients.
     parameter: The type of the argument.
-    tensors: Tensors as `feed_tensors` returns them.
+    tensors: Tensors as `feed_tensors` returns them come next.
+    unused: The numbers of leaves that were left out.
 
   Returns:
-    A TFF value. Its parts at the clients are values of the cohort.
+    A TFF value. Its parts at the clients are values of the cohort, and those
+    that were left out are `None`.
   """
-  remaining = iter(tensors)
+  cohort.unpack_sizes(tensors)
+  numbers = itertools.count()
 
   def unpack(value_type: tff.Type) -> Value:
+    if next(numbers) in unused:
+      return None
     if _is_per_client(value_type):
-      return cohort.unpack_argument(remaining, value_type.member)
-    value = structures.pack(_member(value_type), remaining)
+      return cohort.unpack_argument(tensors, value_type.member)
+    value = structures.pack(_member(value_type), tensors)
     return Broadcast(value) if _is_broadcast(value_type) else value
 
   return structures.fold(parameter, unpack, tff.structure.Struct)

@@ -80,26 +80,62 @@ def _to_tensor(value: Value, value_type: tff.TensorType) -> tf.Tensor:
   return tensor
 
 
+def _column_to_dataset(
+    column: list[tf.Tensor], spec: tf.TensorSpec
+) -> tf.data.Dataset:
+  """Makes a dataset of tensors, which may differ in shape."""
+  if not column:
+    # No element has a shape, so any will do for the sizes that are open.
+    shape = [0 if size is None else size for size in spec.shape]
+    empty = tf.zeros([0, *shape], spec.dtype)
+    return tf.data.Dataset.from_tensor_slices(empty)
+  if all(tensor.shape == column[0].shape for tensor in column):
+    return tf.data.Dataset.from_tensor_slices(tf.stack(column))
+  flat = tf.ragged.stack([tf.reshape(tensor, [-1]) for tensor in column])
+  shapes = tf.ragged.stack([tf.shape(tensor) for tensor in column])
+  return tf.data.Dataset.from_tensor_slices((flat, shapes)).map(
+      lambda values, shape: tf.ensure_shape(
+          tf.reshape(values, shape), spec.shape
+      )
+  )
+
+
 def _list_to_dataset(
     values: list[Value], element_type: tff.Type
 ) -> tf.data.Dataset:
   """Makes a dataset of a list of elements, which may be empty."""
   rows = [to_tensors(value, element_type) for value in values]
   columns = iter([
-      tf.stack([row[k] for row in rows])
-      if rows
-      else tf.zeros([0, *spec.shape], spec.dtype)
+      _column_to_dataset([row[k] for row in rows], spec)
       for k, spec in enumerate(leaf_specs(element_type))
   ])
-  return tf.data.Dataset.from_tensor_slices(
+  return tf.data.Dataset.zip(
       structures.fold(element_type, lambda _: next(columns), _to_container)
   )
 
 
-def _to_variant(value: Value, value_type: tff.SequenceType) -> tf.Tensor:
-  """Converts a dataset, or a list of elements, to a variant tensor."""
+def check_dataset(value: Value, value_type: tff.SequenceType) -> None:
+  """Refuses what is no dataset or list of the type, and what has no end.
+
+  Args:
+    value: What was given for a sequence.
+    value_type: The type of the sequence.
+
+  Raises:
+    TypeError: If it is neither a dataset nor a list, or of other elements.
+    ValueError: If it has no end, as after `repeat()`.
+  """
   if not isinstance(value, tf.data.Dataset):
-    value = _list_to_dataset(value, value_type.element)
+    if not isinstance(value, (list, tuple)):
+      raise TypeError(
+          f'Expected a dataset of {value_type.element}; got {value!r}.'
+      )
+    return
+  if value.cardinality() == tf.data.INFINITE_CARDINALITY:
+    raise ValueError(
+        'The dataset has no end: limit it, as by `take`, or leave out'
+        ' `repeat`.'
+    )
   expected = tf.nest.flatten(element_spec(value_type.element))
   found = tf.nest.flatten(value.element_spec)
   if len(expected) != len(found) or not all(
@@ -109,6 +145,14 @@ def _to_variant(value: Value, value_type: tff.SequenceType) -> tf.Tensor:
         f'Expected a dataset of {value_type.element}; got elements of'
         f' {value.element_spec}.'
     )
+
+
+def _to_variant(value: Value, value_type: tff.SequenceType) -> tf.Tensor:
+  """Converts a dataset, or a list of elements, to a variant tensor."""
+  check_dataset(value, value_type)
+  if not isinstance(value, tf.data.Dataset):
+    value = _list_to_dataset(value, value_type.element)
+    check_dataset(value, value_type)
   return tf.data.experimental.to_variant(value)
 
 

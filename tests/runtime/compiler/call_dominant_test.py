@@ -1,9 +1,12 @@
 """Computations as lists of calls, and when two of them count as equal."""
 
+import gc
+
 import numpy as np
 import pytest
 import tensorflow_federated as tff
 
+from fednest_tff.runtime.compiler import call_dominant
 from fednest_tff.runtime.compiler.call_dominant import to_call_dominant
 from tests.runtime.comparison import at_clients
 
@@ -41,3 +44,14 @@ def test_no_call_is_inside_another():
   assert found.type_signature.parameter == parameter
   for _, value in found.block.result.locals:
     assert not isinstance(value.argument, tff.framework.Call)
+
+
+def test_a_computation_is_rewritten_once_while_it_is_there():
+  computation = _build()
+  first = to_call_dominant(computation)
+  assert to_call_dominant(computation) is first
+  key = id(computation)
+  assert call_dominant._KNOWN[key] is first
+  del computation
+  gc.collect()
+  assert key not in call_dominant._KNOWN

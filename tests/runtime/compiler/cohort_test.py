@@ -1,4 +1,4 @@
-"""Values at clients: written out and in loops, on one device and on two."""
+"""Values at clients: written out, in loops and at once, on several devices."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,8 @@ import tensorflow_federated as tff
 
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import cohort as cohort_lib
-from fednest_tff.runtime.compiler.cohort import Broadcast, Looped, Unrolled
+from fednest_tff.runtime.compiler.broadcast import Broadcast
+from fednest_tff.runtime.compiler.unrolled import Unrolled
 
 Struct = tff.structure.Struct
 # Two names for one device: a loop has two parts, as on two devices.
@@ -16,28 +17,46 @@ DEVICES = {'one': ['/device:CPU:0'], 'two': ['/device:CPU:0', '/CPU:0']}
 MEMBER = tff.to_type(
     [('x', np.float32), ('v', tff.TensorType(np.int32, [None]))]
 )
-VALUES = [(float(i), list(range(i))) for i in range(5)]
+VALUES = [(float(i), list(range(i, 2 * i % 7))) for i in range(5)]
+
+
+def build_vectorised(size, devices):
+  """Clients whose second leaf has equal shapes are a group."""
+  shapes = [len(vector) for _, vector in VALUES[:size]]
+  return cohort_lib.build_vectorised(shapes, devices)
+
+
+KINDS = {
+    'unrolled': Unrolled,
+    'looped': cohort_lib.build_looped,
+    'vectorised': build_vectorised,
+}
 
 
 @pytest.fixture(params=[
-    (kind, devices) for kind in (Unrolled, Looped) for devices in DEVICES
-], ids=lambda param: f'{param[0].__name__}-{param[1]}')
+    (kind, devices) for kind in KINDS for devices in DEVICES
+], ids='-'.join)
 def build(request):
   kind, devices = request.param
-  return lambda size: kind(size, DEVICES[devices])
+  return lambda size: KINDS[kind](size, DEVICES[devices])
 
 
 def _compiled(cohort, function):
   """Results of `function` of the value `VALUES` at the clients, flat."""
 
-  @tf.function(input_signature=cohort.argument_specs(MEMBER), autograph=False)
+  specs = cohort.size_specs() + cohort.argument_specs(MEMBER)
+
+  @tf.function(input_signature=specs, autograph=False)
   def flat(*tensors):
-    return function(cohort.unpack_argument(iter(tensors), MEMBER))
+    remaining = iter(tensors)
+    cohort.unpack_sizes(remaining)
+    return function(cohort.unpack_argument(remaining, MEMBER))
 
-  return flat(*cohort.feed_tensors(VALUES[: cohort.size], MEMBER))
+  tensors = cohort.feed_tensors(VALUES[: cohort.size], MEMBER)
+  return flat(*cohort.size_tensors(), *tensors)
 
 
-@pytest.mark.parametrize('size', [0, 1, 5])
+@pytest.mark.parametrize('size', [1, 5])
 def test_argument_and_result_are_opposites(build, size):
   cohort = build(size)
   tensors = _compiled(cohort, cohort.flatten_result)
@@ -45,24 +64,29 @@ def test_argument_and_result_are_opposites(build, size):
   assert [(float(f.x), f.v.tolist()) for f in found] == VALUES[:size]
 
 
-def test_map_sees_each_client_and_what_all_share(build):
+@pytest.mark.parametrize('is_stateless', [False, True])
+def test_map_sees_each_client_and_what_all_share(build, is_stateless):
   cohort = build(5)
+  member = tff.to_type([('sum', np.float32)])
 
   def add(value):
     return Struct([('sum', value[0].x + value[1])])
 
   def function(value):
     pair = Struct.unnamed(value, Broadcast(tf.constant(10.0)))
-    result = cohort.map(add, pair, tff.to_type([('sum', np.float32)]))
+    result = cohort.map(add, pair, member, is_stateless)
     return cohort.flatten_result(result)
 
-  found = _compiled(cohort, function)
-  assert [float(f) for f in found] == [10.0, 11.0, 12.0, 13.0, 14.0]
+  tensors = _compiled(cohort, function)
+  found = cohort.to_python(iter(tensors), member)
+  assert [float(f.sum) for f in found] == [10.0, 11.0, 12.0, 13.0, 14.0]
 
 
-@pytest.mark.parametrize('size', [0, 1, 5])
-def test_reduce_goes_through_the_clients_in_order(build, size):
-  cohort = build(size)
+@pytest.mark.parametrize('size', [1, 5])
+@pytest.mark.parametrize('kind', ['unrolled', 'looped'])
+@pytest.mark.parametrize('devices', DEVICES)
+def test_reduce_goes_through_the_clients_in_order(kind, devices, size):
+  cohort = KINDS[kind](size, DEVICES[devices])
 
   def append(pair):
     return Struct([('text', pair[0].text + tf.as_string(pair[1].x, 0))])
@@ -78,22 +102,10 @@ def test_reduce_goes_through_the_clients_in_order(build, size):
   assert found.numpy().decode() == '01234'[:size]
 
 
-def test_a_loop_does_not_grow_with_the_cohort():
-  def num_nodes(size):
-    cohort = Looped(size, DEVICES['one'])
-
-    @tf.function(autograph=False, input_signature=cohort.argument_specs(
-        tff.TensorType(np.float32)
-    ))
-    def flat(*tensors):
-      value = cohort.unpack_argument(iter(tensors), tff.TensorType(np.float32))
-      return cohort.reduce(
-          value, tf.constant(0.0), lambda p: p[0] + p[1], lambda p: p[0] + p[1]
-      )
-
-    return len(flat.get_concrete_function().graph.get_operations())
-
-  assert num_nodes(3) == num_nodes(300)
+def test_no_clients():
+  cohort = Unrolled(0, DEVICES['one'])
+  tensors = _compiled(cohort, cohort.flatten_result)
+  assert cohort.to_python(iter(tensors), MEMBER) == []
 
 
 def test_clients_are_divided_among_devices():
@@ -101,25 +113,46 @@ def test_clients_are_divided_among_devices():
 
   def devices_of(cohort):
     with tf.Graph().as_default():
+      cohort.unpack_sizes(iter(cohort.size_tensors()))
       cohort.map(
           lambda v: seen.append(tf.identity(v).device) or v,
           Broadcast(tf.constant(1.0)),
           tff.TensorType(np.float32),
       )
 
-  for kind, expected in ((Unrolled, [0, 1, 2, 0]), (Looped, [0, 1, 2])):
+  for kind, expected in (('unrolled', [0, 1, 2, 0]), ('looped', [0, 1, 2])):
     seen = []
-    devices_of(kind(4, devices))
+    devices_of(KINDS[kind](4, devices))
     assert [int(name[-1]) for name in seen] == expected
 
 
-def test_broadcasts():
-  shared = Struct([('a', Broadcast(1)), ('b', Struct([(None, Broadcast(2))]))])
-  assert cohort_lib.is_broadcast(shared)
-  assert cohort_lib.is_broadcast(Broadcast(Struct([('a', 1)])))
-  assert not cohort_lib.is_broadcast(Struct.unnamed(Broadcast(1), [1, 2]))
-  plain = Struct([('a', 1), ('b', Struct([(None, 2)]))])
-  assert cohort_lib.broadcast_value(shared) == plain
-  # A list stands for one value per client.
-  mixed = Struct.unnamed([1, 2], Broadcast(plain))
-  assert cohort_lib.split_broadcasts(mixed) == Struct.unnamed([1, 2], shared)
+def test_groups_of_clients_with_equal_shapes():
+  one, two = DEVICES['one'], DEVICES['two']
+  cohort = cohort_lib.build_vectorised(['a', 'b', 'a', 'a'], one)
+  assert [part.clients for part in cohort._parts] == [[0, 2, 3], [1]]
+  assert cohort.is_vectorised and cohort.size == 4
+  # A function serves all cohorts with as many groups.
+  assert cohort.key == cohort_lib.build_vectorised(['b', 'c'], one).key
+  assert cohort.key != cohort_lib.build_vectorised(['b', 'b'], one).key
+  divided = cohort_lib.build_vectorised(['a', 'b', 'a', 'a'], two)
+  assert [part.clients for part in divided._parts] == [[0], [2, 3], [1]]
+  assert not cohort_lib.build_looped(3, one).is_vectorised
+
+
+def test_shapes_of_clients():
+  parameter = tff.to_type([
+      tff.FederatedType(np.int32, tff.SERVER),
+      tff.FederatedType(MEMBER, tff.CLIENTS),
+      tff.FederatedType(tff.SequenceType(np.int64), tff.CLIENTS),
+  ])
+  data = [tf.data.Dataset.range(n) for n in (2, 2, 3)]
+  values = [(1.0, [1, 2]), (2.0, [3, 4]), (3.0, [5, 6])]
+  found = cohort_lib.shapes_of_clients(parameter, [1, values, data], [], 3)
+  assert found[0] == found[1] != found[2]
+  values[1] = (2.0, [3])
+  found = cohort_lib.shapes_of_clients(parameter, [1, values, data], [], 3)
+  assert len(set(found)) == 3
+  # What was read tells more than the number of elements.
+  read = [[[tf.zeros([n, 4])] for n in (5, 6, 5)]]
+  found = cohort_lib.shapes_of_clients(parameter, [1, values, data], read, 3)
+  assert found[0] == found[2] != found[1]

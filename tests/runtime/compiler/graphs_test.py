@@ -18,6 +18,14 @@ def arguments_in_every_role(given_back, waited_for, ignored):
     return given_back, tf.constant(2.0), given_back
 
 
+@tff.tensorflow.computation(np.float32)
+def colocated_with_an_argument(x):
+  with tf.compat.v1.colocate_with(x):
+    y = tf.constant(2.0) + 1.0
+  with tf.compat.v1.colocate_with(y):
+    return x * y + tf.constant(1.0)
+
+
 @tff.tensorflow.computation(np.int32)
 def unplaced(x):
   return collections.OrderedDict(
@@ -35,6 +43,7 @@ def unplaced(x):
 @pytest.mark.parametrize('function', [
     lambda: unplaced(3),
     lambda: arguments_in_every_role(1.0, 2.0, 3.0),
+    lambda: colocated_with_an_argument(3.0),
 ])
 def test_small_computations(function):
   comparison.assert_like_native(function)
@@ -73,7 +82,7 @@ def test_each_call_has_its_own_variables():
     with tf.control_dependencies([variable.assign_add(x)]):
       return variable.read_value()
 
-  function = graphs.import_graph(count.to_building_block())
+  function = graphs.ImportedGraph(count.to_building_block())
 
   @tf.function(autograph=False)
   def call_three_times():
@@ -81,6 +90,25 @@ def test_each_call_has_its_own_variables():
 
   for _ in range(2):
     assert [v.numpy() for v in call_three_times()] == [11.0, 12.0, 13.0]
+
+
+def test_tables_are_filled_before_they_are_used():
+  @tff.tensorflow.computation(np.str_)
+  def number(name):
+    entries = tf.lookup.KeyValueTensorInitializer(['one', 'two'], [1, 2])
+    table = tf.lookup.StaticHashTable(entries, default_value=-1)
+    return table.lookup(name)
+
+  @tff.federated_computation(comparison.at_clients(np.str_))
+  def numbers(names):
+    return tff.federated_map(number, names)
+
+  for runtime in comparison.RUNTIMES.values():
+    for _ in range(2):
+      found = comparison.run_in_process(
+          runtime, lambda: numbers(['two', 'one', 'three'])
+      )
+      assert found == [2, 1, -1]
 
 
 def test_only_tensorflow():
@@ -91,4 +119,4 @@ def test_only_tensorflow():
   block = in_jax.to_building_block()
   assert graphs.num_nodes(block) == 0
   with pytest.raises(NotImplementedError, match='not xla'):
-    graphs.import_graph(block)
+    graphs.ImportedGraph(block)

@@ -9,7 +9,9 @@ import tensorflow_federated as tff
 
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import call_dominant, intrinsics
-from fednest_tff.runtime.compiler.cohort import Broadcast, Looped, Unrolled
+from fednest_tff.runtime.compiler.broadcast import Broadcast
+from fednest_tff.runtime.compiler.cohort import build_looped
+from fednest_tff.runtime.compiler.unrolled import Unrolled
 from tests.runtime.comparison import (
     RUNTIMES,
     assert_same,
@@ -91,11 +93,42 @@ def select(keys, values):
   )
   most = tff.federated_value(3, SERVER)
   slices = tff.federated_select(keys, most, values, pick)
+  same = tff.federated_secure_select(keys, most, values, pick)
   add = tff.tensorflow.computation(
       lambda data: data.reduce(0.0, lambda total, v: total + v),
       tff.SequenceType(np.float32),
   )
-  return tff.federated_map(add, slices)
+  return tff.federated_map(add, slices), tff.federated_map(add, same)
+
+
+@tff.federated_computation(
+    at_clients(tff.to_type((np.int32, tff.TensorType(np.int32, [2]))))
+)
+def secure_sums(x):
+  modular = tff.backends.mapreduce.federated_secure_modular_sum
+  return (
+      tff.federated_secure_sum(x, 7),
+      tff.federated_secure_sum(x, (5, 7)),
+      tff.federated_secure_sum_bitwidth(x, 3),
+      tff.federated_secure_sum_bitwidth(x, (3, 62)),
+      modular(x, 4),
+      modular(x, (4, 7)),
+  )
+
+
+@tff.federated_computation(at_clients(np.int32))
+def collect(x):
+  """Each client's number, as often as it says."""
+  rows = tff.TensorType(np.int32, [None])
+  append = tff.tensorflow.computation(
+      lambda a, v: tf.concat([a, tf.fill([v], v)], 0), [rows, np.int32]
+  )
+  merge = tff.tensorflow.computation(
+      lambda a, b: tf.concat([a, b], 0), [rows, rows]
+  )
+  report = tff.tensorflow.computation(lambda a: a, rows)
+  zero = tff.tensorflow.computation(lambda: tf.zeros([0], tf.int32))()
+  return tff.federated_aggregate(x, zero, append, merge, report)
 
 
 @tff.federated_computation(tff.SequenceType(np.int32))
@@ -137,7 +170,24 @@ CASES = {
     'evaluated': (lambda: evaluated([1, 2]), (7, [(1, 7), (2, 7)])),
     'select': (
         lambda: select([[0, 1], [2, 2]], [1.0, 10.0, 100.0]),
-        [np.float32(11.0), np.float32(200.0)],
+        ([np.float32(11.0), np.float32(200.0)],) * 2,
+    ),
+    'secure sums': (
+        lambda: secure_sums([(1, [2, 3]), (5, [7, 0])]),
+        (
+            (6, np.int32([9, 3])),
+            (6, np.int32([9, 3])),
+            (6, np.int32([9, 3])),
+            (6, np.int32([9, 3])),
+            (2, np.int32([1, 3])),
+            (2, np.int32([2, 3])),
+        ),
+    ),
+    'secure sums of no client': (
+        lambda: secure_sums([]), ((0, np.zeros([2], np.int32)),) * 6
+    ),
+    'growing accumulator': (
+        lambda: collect([3, 1, 2]), np.int32([3, 3, 3, 1, 2, 2])
     ),
     'sequences': (lambda: sequences([1, 2, 3]), (6, 9, 123)),
 }
@@ -159,7 +209,7 @@ def test_results(name, runtime):
 
 def test_every_intrinsic_is_among_them():
   computations = [
-      sums, means, aggregate, placed, evaluated, select, sequences
+      sums, means, aggregate, placed, evaluated, select, secure_sums, sequences
   ]  # fmt: skip
   found = {
       block.uri
@@ -174,6 +224,33 @@ def test_every_intrinsic_is_among_them():
   assert found == set(handlers) - {'federated_map_all_equal'}
 
 
+@pytest.mark.parametrize('runtime', RUNTIMES)
+@pytest.mark.parametrize(
+    ['bound', 'values', 'message'],
+    [
+        (lambda x: tff.federated_secure_sum(x, 5), [5, 6, 0], 'larger than'),
+        (
+            lambda x: tff.federated_secure_sum_bitwidth(x, 3),
+            [7, 0, 8],
+            'larger than',
+        ),
+        (
+            lambda x: tff.federated_secure_sum_bitwidth(x, 63),
+            [0, 0, 0],
+            'greater than maximum bitwidth 62',
+        ),
+    ],
+)
+def test_secure_sums_check_ranges(bound, values, message, runtime):
+  computation = tff.federated_computation(bound, at_clients(np.int64))
+  with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+    run_in_process(RUNTIMES[runtime], lambda: computation(values))
+  if 'larger' in message:
+    valid = [value if value < 6 else 1 for value in values]
+    found = run_in_process(RUNTIMES[runtime], lambda: computation(valid))
+    assert found == sum(valid)
+
+
 # ---- Without a runtime ------------------------------------------------------
 
 
@@ -185,14 +262,10 @@ def _call(uri, argument_type, result_type):
 
 
 def test_unknown_intrinsic_is_named():
-  call = _call(
-      'federated_secure_sum',
-      [at_clients(np.int32), np.int32],
-      at_server(np.int32),
-  )
+  call = _call('federated_median', at_clients(np.int32), at_server(np.int32))
   handler = intrinsics.Intrinsics(Unrolled(2, [DEVICE]), DEVICE)
-  with pytest.raises(NotImplementedError, match='run federated_secure_sum'):
-    handler.run(call, tff.structure.Struct.unnamed([1, 2], 9))
+  with pytest.raises(NotImplementedError, match='run federated_median'):
+    handler.run(call, [1, 2])
 
 
 def test_what_all_clients_share_is_computed_once():
@@ -207,7 +280,7 @@ def test_what_all_clients_share_is_computed_once():
     return 2 * value
 
   call = _call('federated_map_all_equal', [function, same], same)
-  for kind in (Unrolled, Looped):
+  for kind in (Unrolled, build_looped):
     calls.clear()
     handler = intrinsics.Intrinsics(kind(5, [DEVICE]), DEVICE)
     argument = tff.structure.Struct.unnamed(

@@ -6,10 +6,12 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff.runtime.compiler import placed
-from fednest_tff.runtime.compiler.cohort import Broadcast, Looped, Unrolled
+from fednest_tff.runtime.compiler.broadcast import Broadcast
+from fednest_tff.runtime.compiler.cohort import build_looped
+from fednest_tff.runtime.compiler.unrolled import Unrolled
 from tests.runtime.comparison import at_clients, at_server
 
-KINDS = [Unrolled, Looped]
+KINDS = [Unrolled, build_looped]
 # One of each kind of placement, and a placed value inside a struct.
 PARAMETER = tff.to_type([
     ('server', at_server([('w', np.float32), ('n', np.int32)])),
@@ -51,8 +53,9 @@ def test_specs_are_those_of_the_tensors(kind):
   specs = placed.argument_specs(cohort, PARAMETER)
   tensors = placed.feed_tensors(cohort, PARAMETER, _argument(3))
   assert [t.dtype for t in tensors] == [spec.dtype for spec in specs]
-  # Per client: integers (stacked in a loop) and datasets.
-  per_client = [3, 3] if kind is Unrolled else [1, 1]
+  # Per client: integers and datasets, stacked in a loop. A loop also takes the
+  # number of clients.
+  per_client = [3, 3] if kind is Unrolled else [1, 1, 1]
   assert len(specs) == 2 + sum(per_client) + 1 + 1
   assert placed.argument_specs(cohort, None) == []
   assert placed.feed_tensors(cohort, None, None) == []
@@ -67,7 +70,7 @@ def test_there_and_back(kind):
       input_signature=placed.argument_specs(cohort, PARAMETER), autograph=False
   )
   def identity(*tensors):
-    argument = placed.unpack_argument(cohort, PARAMETER, tensors)
+    argument = placed.unpack_argument(cohort, PARAMETER, iter(tensors))
     seen['argument'] = argument
     return placed.flatten_result(cohort, PARAMETER, argument)
 
@@ -84,6 +87,21 @@ def test_there_and_back(kind):
   assert found.unplaced.z
   names = [name for name, _ in tff.structure.iter_elements(found)]
   assert names == ['server', 'nested', 'data', 'unplaced']
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_what_is_not_used_is_left_out(kind):
+  cohort = _cohort(kind, 2)
+  everything = placed.feed_tensors(cohort, PARAMETER, _argument(2))
+  unused = {1, 3}  # The integers and the datasets.
+  specs = placed.argument_specs(cohort, PARAMETER, unused)
+  tensors = placed.feed_tensors(cohort, PARAMETER, _argument(2), unused)
+  assert [t.dtype for t in tensors] == [spec.dtype for spec in specs]
+  assert tf.variant in [t.dtype for t in everything]
+  assert tf.variant not in [t.dtype for t in tensors]
+  argument = placed.unpack_argument(cohort, PARAMETER, iter(tensors), unused)
+  assert argument.nested[0] is None and argument.data is None
+  assert argument.server.n.numpy() == 3
 
 
 @pytest.mark.parametrize(['value_type', 'value', 'message'], [

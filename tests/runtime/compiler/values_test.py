@@ -89,6 +89,35 @@ def test_there_and_back(rows):
   assert found.rest.data.element_spec == values.element_spec(NAMED)
 
 
+BATCH = tff.to_type([
+    ('x', tff.TensorType(np.float32, [None, 2])),
+    ('name', tff.TensorType(np.str_, [None])),
+    ('k', np.int32),
+])
+
+
+def test_a_list_of_batches_of_different_sizes():
+  sizes = [3, 0, 3, 1]
+  batches = [
+      dict(x=np.full([n, 2], k), name=[str(k)] * n, k=k)
+      for k, n in enumerate(sizes)
+  ]
+  sequence = tff.SequenceType(BATCH)
+  (variant,) = values.to_tensors(batches, sequence)
+  found = list(values.to_dataset(variant, sequence).as_numpy_iterator())
+  assert [batch['x'].shape for batch in found] == [(n, 2) for n in sizes]
+  for k, (batch, n) in enumerate(zip(found, sizes, strict=True)):
+    np.testing.assert_array_equal(batch['x'], np.full([n, 2], k))
+    assert list(batch['name']) == [str(k).encode()] * n
+    assert batch['k'] == k
+
+
+def test_an_empty_list_of_batches():
+  sequence = tff.SequenceType(BATCH)
+  (variant,) = values.to_tensors([], sequence)
+  assert not list(values.to_dataset(variant, sequence))
+
+
 def test_datasets_are_taken_as_they_are():
   sequence = tff.SequenceType(np.int64)
   (variant,) = values.to_tensors(tf.data.Dataset.range(3), sequence)

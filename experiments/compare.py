@@ -1,0 +1,159 @@
+r"""Compares methods at equal rounds, bytes, computation and tuning.
+
+  python -m experiments.compare --output_dir=outputs/compare
+  python -m experiments.compare --problem=hyper_representation --dataset=mnist \
+      --data_dir=DIR --partition=shards --methods=simfbo,fednest --rounds=1000 \
+      --budget=12 --seeds=3 --output_dir=outputs/compare_shards
+
+Every method has as many trials on held-out training data; its best setting then
+runs on several seeds against the test data. Run again with the same flags, it
+goes on where it was stopped; `--methods`, `--seeds` and `--rounds` may grow.
+The output directory has leaderboard.csv, leaderboard.md, leaderboard.png and
+trials.csv.
+"""
+
+import sys
+
+from absl import app, flags, logging
+import tensorflow_federated as tff
+
+from experiments import contests, program, runtimes
+from experiments import settings as settings_lib
+from fednest_tff import data, simulation
+
+FLAGS = flags.FLAGS
+_DEFAULT = 'hyper_representation'
+_METHODS = flags.DEFINE_list(
+    'methods', ['all'],
+    'Methods, separated by commas: names of the registry, simfbo_v0 (v = 0),'
+    " fednest_paper (the paper's steps), package.module:builder; or all.",
+)
+_ROUNDS = flags.DEFINE_integer(
+    'rounds', 200, 'Communication rounds of the final runs.', lower_bound=1
+)
+_TUNING_ROUNDS = flags.DEFINE_integer(
+    'tuning_rounds', None,
+    'Communication rounds of a trial; default: as many as --rounds.',
+    lower_bound=1,
+)
+_BUDGET = flags.DEFINE_integer(
+    'budget', 12, 'Trials per method.', lower_bound=1
+)
+_PER_EVALUATION = flags.DEFINE_integer(
+    'rounds_per_evaluation', 10, 'Rounds from one evaluation to the next.',
+    lower_bound=1,
+)
+_TARGET = flags.DEFINE_float(
+    'target', None, 'Value of the metric whose cost is told.'
+)
+# Flags of the experiments that may be chosen here.
+_CHOOSABLE = (
+    'dataset', 'data_dir', 'partition', 'dirichlet_alpha', 'num_clients',
+    'clients_per_round', 'wrong_labels', 'wrong_labels_seed', 'imbalance',
+    'batch_size', 'local_steps', 'hidden', 'runtime', 'compiled', 'unroll',
+    'devices',
+)
+# Settings of the experiments that a comparison has its own for.
+_REPLACED = (
+    'method', 'epochs', 'seed', 'seeds', 'epochs_per_evaluation',
+    'epochs_per_checkpoint',
+)
+_OWN = ('problem', 'seeds', 'output_dir', 'overwrite')
+
+
+def _plan(given: settings_lib.Flags) -> simulation.Plan:
+  return simulation.Plan(
+      rounds=_ROUNDS.value,
+      tuning_rounds=_TUNING_ROUNDS.value or _ROUNDS.value,
+      budget=_BUDGET.value,
+      seeds=given.get('seeds', 3),
+      rounds_per_evaluation=_PER_EVALUATION.value,
+  )
+
+
+def _compare(given: settings_lib.Flags) -> None:
+  name = given.get('problem', _DEFAULT)
+  if name not in contests.PRESETS:
+    raise settings_lib.SettingsError(
+        f'--problem={name} is none of {", ".join(contests.PRESETS)}'
+    )
+  unknown = sorted(given.keys() - {*_CHOOSABLE, *_OWN})
+  if unknown:
+    raise settings_lib.SettingsError(
+        f'--{unknown[0]} has no effect in compare: leave it out'
+    )
+  preset = contests.PRESETS[name]
+  if _TARGET.value is not None:
+    preset = preset._replace(target=_TARGET.value)
+  settings = contests.resolve(
+      preset, {k: v for k, v in given.items() if k not in _OWN}
+  )
+  try:
+    chosen = contests.choose(contests.entries(preset), _METHODS.value)
+  except ValueError as error:
+    raise settings_lib.SettingsError(str(error)) from error
+  runtimes.use_runtime(settings)
+  output_dir = given.get('output_dir', f'outputs/compare_{name}')
+  decisive = {
+      key: value
+      for key, value in vars(settings).items()
+      if key not in _REPLACED
+  }
+  try:
+    simulation.compare(
+        contests.contest(preset, settings),
+        chosen,
+        _plan(given),
+        output_dir,
+        settings={'experiment': 'compare', 'problem': name, **decisive},
+        about=program.about(),
+        title=f'{name}: {", ".join(_described(settings))}',
+        overwrite=given.get('overwrite', False),
+    )
+  except ValueError as error:
+    raise settings_lib.SettingsError(str(error)) from error
+  with open(f'{output_dir}/leaderboard.md') as file:
+    print(file.read())
+
+
+def _described(settings: settings_lib.Settings) -> list[str]:
+  """The data, for a title."""
+  found = []
+  for name in ('dataset', 'partition', 'wrong_labels'):
+    value = getattr(settings, name, None)
+    if value is not None:
+      found.append(str(value))
+  size = getattr(settings, 'clients_per_round', None)
+  found.append(f'{size} clients per round' if size else 'clients by default')
+  return found
+
+
+def main(argv: list[str]) -> int:
+  """Runs a comparison as the flags say; returns the exit code."""
+  logging.set_verbosity(logging.WARNING)
+  try:
+    if len(argv) > 1:
+      raise settings_lib.SettingsError(f'unexpected argument {argv[1]!r}')
+    _compare(settings_lib.given_by_flags())
+  except (
+      settings_lib.SettingsError, data.DataError, simulation.RunError
+  ) as error:
+    return program.end(error, 2)
+  except simulation.StoppedError as error:
+    return program.end(error, 128 + error.signal_number)
+  except KeyboardInterrupt:
+    return program.end('interrupted; the last checkpoint is kept', 130)
+  return 0
+
+
+def run() -> None:
+  """The `__main__` of the binary; does not return."""
+  tff.framework.set_default_context(runtimes.NoRuntime())
+  for name in (*_CHOOSABLE, *_OWN):
+    FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
+  FLAGS['problem'].help = f'One of {", ".join(contests.PRESETS)}.'
+  app.run(lambda argv: sys.exit(main(argv)), flags_parser=program.parse)
+
+
+if __name__ == '__main__':
+  run()

@@ -1,0 +1,85 @@
+"""Writes `flags.json`, from which `--help` and wrong flags are answered.
+
+  python -m experiments.flags
+"""
+
+import json
+from typing import Any
+
+from absl import flags as absl_flags
+
+from experiments import (
+    compositional,
+    hyper_cleaning,
+    hyper_representation,
+    loss_tuning,
+    minimax,
+    personalization,
+    program,
+    quick,
+    single_level,
+)
+from experiments import settings as settings_lib
+from experiments.experiment import Experiment
+
+FLAGS = absl_flags.FLAGS
+EXPERIMENTS = tuple(
+    module.EXPERIMENT
+    for module in (
+        compositional, hyper_cleaning, hyper_representation, loss_tuning,
+        minimax, personalization, single_level,
+    )
+)
+_KINDS = {
+    absl_flags.BooleanParser: 'boolean',
+    absl_flags.EnumParser: 'enum',
+    absl_flags.FloatParser: 'float',
+    absl_flags.IntegerParser: 'integer',
+    absl_flags.ListParser: 'list',
+    absl_flags.ArgumentParser: 'string',
+}
+
+
+def _copy(flag: absl_flags.Flag) -> dict[str, Any]:
+  kind = _KINDS[type(flag.parser)]
+  found = dict(
+      name=flag.name, kind=kind, default=flag.default, help=flag.help
+  )
+  if kind == 'enum':
+    found['choices'] = list(flag.parser.enum_values)
+    # absl puts the choices before the text.
+    found['help'] = flag.help.removeprefix(f'<{"|".join(found["choices"])}>: ')
+  if kind in ('float', 'integer') and flag.parser.lower_bound is not None:
+    found['lower_bound'] = flag.parser.lower_bound
+  return found
+
+
+def describe(experiment: Experiment) -> dict[str, Any]:
+  """The flags of an experiment as `--help` shows them, and its methods."""
+  before = {name: (FLAGS[name].help, FLAGS[name].default) for name in FLAGS}
+  try:
+    program.define_flags(experiment)
+    names = [*settings_lib.PLACES, *experiment.flags()]
+    found = [_copy(FLAGS[name]) for name in sorted(names)]
+  finally:
+    for name, (text, default) in before.items():
+      FLAGS[name].help = text
+      if FLAGS[name].default != default:
+        FLAGS.set_default(name, default)
+  return dict(methods=experiment.methods(), flags=found)
+
+
+def make() -> str:
+  """The content of the file."""
+  found = {each.name: describe(each) for each in EXPERIMENTS}
+  return json.dumps(found, indent=1, sort_keys=True) + '\n'
+
+
+def write(path: str) -> None:
+  """Writes the file."""
+  with open(path, 'w') as file:
+    file.write(make())
+
+
+if __name__ == '__main__':
+  write(quick.COPY)

@@ -1,0 +1,97 @@
+"""Forward accumulators with little to trace.
+
+TensorFlow takes the forward derivative of an operation by a function that it
+traces. It traces that function anew in every graph, which takes a third of the
+time to trace a product of second derivatives, and keeps it for ever, though no
+other graph can use it. From the 33rd of an operation on it relaxes shapes,
+which changes the graph and the last bits of its numbers.
+
+Here these functions are traced outside all graphs, once for an operation, its
+attributes and its shapes, so that all graphs share them and none depends on
+what was traced before. There is no public switch for it.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.function.polymorphism import function_cache
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context, forwardprop
+from tensorflow.python.eager.polymorphic_function import tracing_compilation
+
+from fednest_tff.vector_space import Structure
+
+# pylint: disable=protected-access
+
+# How many functions are kept; a product of a small network needs about 50.
+_MAX_KEPT = 4096
+# A graph outside those that are being traced.
+_OUTSIDE = tf.Graph()
+_OPTIONS = tracing_compilation.TracingOptions(
+    forwardprop._jvp_helper_wrapper,
+    name='forward_derivative',
+    function_cache=function_cache.FunctionCache(),
+)
+
+
+def _specs(tensors: Sequence[tf.Tensor | None]) -> Sequence[Any]:
+  return type(tensors)(  # type: ignore[call-arg]
+      None if t is None else tf.TensorSpec(t.shape, t.dtype) for t in tensors
+  )
+
+
+def _derivative(
+    operation: str,
+    attributes: tuple[Any, ...],
+    inputs: Sequence[tf.Tensor],
+    outputs: Sequence[tf.Tensor],
+    tangents: Sequence[tf.Tensor | None],
+    use_batch: bool = False,
+) -> Sequence[tf.Tensor | None]:
+  """The derivatives of an operation's outputs along `tangents`."""
+  arguments = operation, attributes, inputs, outputs, tangents, use_batch
+  # A handle says more than its type: its function is no other's.
+  handles = tf.resource, tf.variant
+  if any(t.dtype in handles for t in (*inputs, *outputs)):
+    return forwardprop._jvp_dispatch(*arguments)
+  with _OUTSIDE.as_default(), context.eager_mode():
+    function = tracing_compilation.trace_function(
+        (operation, attributes, *map(_specs, (inputs, outputs, tangents)),
+         use_batch),
+        tracing_options=_OPTIONS,
+    )
+  signature = function.function_type
+  tensors = signature.unpack_inputs(signature.bind(*arguments))
+  return function._call_flat(tensors, captured_inputs=function.captured_inputs)
+
+
+@contextlib.contextmanager
+def accumulator(
+    primals: Structure, tangents: Structure
+) -> Iterator[tf.autodiff.ForwardAccumulator]:
+  """A `tf.autodiff.ForwardAccumulator`, to be entered.
+
+  Args:
+    primals: The values that move.
+    tangents: The directions in which they move, of the same structure.
+
+  Yields:
+    The accumulator.
+  """
+  # For the operations that are left to TensorFlow: it counts anew, and keeps
+  # nothing of other graphs.
+  forwardprop._TRACE_COUNT.clear()
+  if not tf.executing_eagerly():
+    forwardprop._jvp_function_cache.clear()
+  if len(_OPTIONS.function_cache) > _MAX_KEPT:
+    _OPTIONS.function_cache.clear()
+  pywrap_tfe.TFE_Py_RegisterJVPFunction(_derivative)
+  try:
+    with tf.autodiff.ForwardAccumulator(
+        tf.nest.flatten(primals), tf.nest.flatten(tangents)
+    ) as found:
+      yield found
+  finally:
+    pywrap_tfe.TFE_Py_RegisterJVPFunction(forwardprop._jvp_dispatch)

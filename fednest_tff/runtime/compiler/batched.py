@@ -1,0 +1,392 @@
+"""A cohort whose number of clients is known only when the function is called.
+
+The function is compiled once and then serves any number of clients. The
+clients are divided into parts, and each part is on one device. A part is *even*
+if all of its clients' tensors have the same shapes. Then they are stacked, and
+what clients compute is vectorised: one matrix product for all clients in place
+of one for each. What cannot be vectorised, such as reading a dataset, is a loop
+over the clients. In an uneven part all is a loop.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_federated as tff
+
+from fednest_tff import structures
+from fednest_tff.runtime.compiler import converters, graphs, values
+from fednest_tff.runtime.compiler import rows as rows_lib
+from fednest_tff.runtime.compiler.broadcast import (
+    Broadcast,
+    Function,
+    ReduceAtOnce,
+    split_broadcasts,
+)
+from fednest_tff.runtime.compiler.rows import Leaf, Rows
+from fednest_tff.structures import Value
+
+
+class Part(NamedTuple):
+  """Some clients of a cohort.
+
+  Attributes:
+    clients: Their numbers in the cohort.
+    device: The device on which they run.
+    is_even: Whether their tensors have the same shapes.
+  """
+
+  clients: list[int]
+  device: str
+  is_even: bool
+
+
+def _stacked_spec(spec: tf.TensorSpec) -> tf.TensorSpec:
+  return tf.TensorSpec([None, *spec.shape], spec.dtype)
+
+
+def _is_flat(spec: tf.TensorSpec, part: Part) -> bool:
+  """Tells whether clients' tensors enter and leave flat, with their shapes."""
+  return not part.is_even and not spec.shape.is_fully_defined()
+
+
+class Batched:
+  """A cohort of any number of clients, at least one.
+
+  A value at the clients is a `Leaf`, a `Broadcast`, or a struct of them.
+
+  Attributes:
+    size: The number of clients. It does not enter the function.
+    key: What the function depends on.
+    is_vectorised: Whether some clients are computed at once.
+  """
+
+  def __init__(self, parts: Sequence[Part]):
+    """Creates the cohort.
+
+    Args:
+      parts: The parts, none of them empty.
+    """
+    self._parts = list(parts)
+    self.size = sum(len(part.clients) for part in parts)
+    self.key = tuple((part.device, part.is_even) for part in parts)
+    self.is_vectorised = any(part.is_even for part in parts)
+    self._sizes: list[tf.Tensor] = []
+    self._vectorised: dict[Value, Callable[..., list[tf.Tensor]]] = {}
+
+  def size_specs(self) -> list[tf.TensorSpec]:
+    """Lists the specs of `size_tensors`."""
+    return [tf.TensorSpec([], tf.int32) for _ in self._parts]
+
+  def size_tensors(self) -> list[tf.Tensor]:
+    """Lists the number of clients in each part."""
+    return [tf.constant(len(part.clients)) for part in self._parts]
+
+  def unpack_sizes(self, tensors: Iterator[tf.Tensor]) -> None:
+    """Takes the next `tensors`, those of `size_tensors`."""
+    self._sizes = [next(tensors) for _ in self._parts]
+
+  def argument_specs(self, member: tff.Type) -> list[tf.TensorSpec]:
+    """Lists the specs of a flat argument, part by part and leaf by leaf."""
+    found = []
+    for part in self._parts:
+      for spec in values.leaf_specs(member):
+        if _is_flat(spec, part):
+          found.append(tf.TensorSpec([None], spec.dtype))
+          found.append(tf.TensorSpec([None, spec.shape.rank], tf.int32))
+        else:
+          found.append(_stacked_spec(spec))
+    return found
+
+  def feed_tensors(
+      self, arguments: list[Value], member: tff.Type
+  ) -> list[tf.Tensor]:
+    """Flattens an argument: Python values, one per client."""
+    rows = [values.to_tensors(argument, member) for argument in arguments]
+    return self.stack_tensors(rows, member)
+
+  def stack_tensors(
+      self, rows: list[list[tf.Tensor]], member: tff.Type
+  ) -> list[tf.Tensor]:
+    """Flattens an argument: tensors of all leaves, client by client."""
+    found = []
+    for part in self._parts:
+      for k, spec in enumerate(values.leaf_specs(member)):
+        column = [rows[i][k] for i in part.clients]
+        if _is_flat(spec, part):
+          found.append(tf.concat([tf.reshape(t, [-1]) for t in column], 0))
+          found.append(tf.constant([t.shape for t in column], tf.int32))
+        else:
+          found.append(tf.stack(column))
+    return found
+
+  def unpack_argument(
+      self, tensors: Iterator[tf.Tensor], member: tff.Type
+  ) -> Value:
+    """Makes a value at the clients of the next `tensors`."""
+    specs = values.leaf_specs(member)
+    columns: list[list[Rows]] = [[] for _ in specs]
+    for part in self._parts:
+      for column, spec in zip(columns, specs, strict=True):
+        if _is_flat(spec, part):
+          column.append(rows_lib.unflatten(next(tensors), next(tensors), spec))
+        else:
+          column.append(next(tensors))
+    return self._pack(member, columns)
+
+  def _pack(self, member: tff.Type, columns: list[list[Rows]]) -> Value:
+    specs = values.leaf_specs(member)
+    return structures.pack(
+        member,
+        [
+            Leaf(column, spec.shape)
+            for column, spec in zip(columns, specs, strict=True)
+        ],
+    )
+
+  def flatten_result(self, value: Value) -> list[tf.Tensor]:
+    """Flattens a value at the clients, part by part and leaf by leaf."""
+    found = []
+    for k, size in enumerate(self._sizes):
+      for leaf in structures.leaves(value):
+        if isinstance(leaf, Broadcast):
+          for tensor in structures.leaves(leaf.value):
+            found.append(rows_lib.repeat(tensor, size))
+        elif isinstance(leaf.parts[k], tf.TensorArray):
+          found += rows_lib.flatten(leaf.parts[k], size)
+        else:
+          found.append(leaf.parts[k])
+    return found
+
+  def to_python(
+      self, tensors: Iterator[tf.Tensor], member: tff.Type
+  ) -> list[Value]:
+    """Makes Python values, one per client, of the next `tensors`."""
+    found: list[Value] = [None] * self.size
+    specs = values.leaf_specs(member)
+    for part in self._parts:
+      columns = []
+      for spec in specs:
+        if _is_flat(spec, part):
+          vector, shapes = next(tensors), next(tensors).numpy()
+          sizes = np.prod(shapes, axis=1, dtype=np.int64)
+          pieces = tf.split(vector, sizes)
+          columns.append([
+              tf.reshape(piece, shape)
+              for piece, shape in zip(pieces, shapes, strict=True)
+          ])
+        else:
+          columns.append(tf.unstack(next(tensors), len(part.clients)))
+      for row, i in enumerate(part.clients):
+        tensors_of_client = iter([column[row] for column in columns])
+        found[i] = values.to_python(tensors_of_client, member)
+    return found
+
+  def _client_value(self, value: Value, part: int, i: tf.Tensor) -> Value:
+    return structures.map_leaves(
+        lambda v: v.value if isinstance(v, Broadcast) else v.row(part, i),
+        value,
+    )
+
+  def map(
+      self,
+      function: Function,
+      value: Value,
+      result_member: tff.Type,
+      is_stateless: bool = False,
+  ) -> Value:
+    """Applies `function`, which returns a `result_member`, to each value.
+
+    Args:
+      function: The function.
+      value: A value at the clients.
+      result_member: The type of the function's result.
+      is_stateless: Whether the function only computes tensors from tensors.
+
+    Returns:
+      The results at the clients.
+    """
+    columns: list[list[Rows]] = [[] for _ in values.leaf_specs(result_member)]
+    for k, part in enumerate(self._parts):
+      with tf.device(part.device):
+        if is_stateless and part.is_even:
+          rows = self._map_at_once(function, value, k)
+        else:
+          rows = self._map_in_loop(function, value, result_member, k)
+      for column, row in zip(columns, rows, strict=True):
+        column.append(row)
+    mapped = self._pack(result_member, columns)
+    if is_stateless and isinstance(function, graphs.ImportedGraph):
+      return self._with_broadcasts(function, value, mapped)
+    return mapped
+
+  def _with_broadcasts(
+      self, function: graphs.ImportedGraph, value: Value, mapped: Value
+  ) -> Value:
+    """Replaces results that are the same at all clients by `Broadcast`s."""
+    leaves = structures.leaves(split_broadcasts(value))
+    depend = function.depend([isinstance(leaf, Leaf) for leaf in leaves])
+    if all(depend):
+      return mapped
+    # Any client's values do; what depends on them is not used.
+    first = self._client_value(value, 0, tf.constant(0))
+    same = structures.leaves(function(first))
+    return structures.pack(
+        mapped,
+        [
+            leaf if depends else Broadcast(tensor)
+            for leaf, depends, tensor in zip(
+                structures.leaves(mapped), depend, same, strict=True
+            )
+        ],
+    )
+
+  def _map_at_once(
+      self, function: Function, value: Value, part: int
+  ) -> list[tf.Tensor]:
+    """Applies a function to all values of an even part at once."""
+    value = split_broadcasts(value)
+    leaves = structures.leaves(value)
+    stacked = [leaf.parts[part] for leaf in leaves if isinstance(leaf, Leaf)]
+    same = [leaf.value for leaf in leaves if isinstance(leaf, Broadcast)]
+    if not stacked:  # All clients compute the same.
+      result = function(structures.pack(value, same))
+      return [
+          rows_lib.repeat(tensor, self._sizes[part])
+          for tensor in structures.leaves(result)
+      ]
+    kinds = tuple(isinstance(leaf, Broadcast) for leaf in leaves)
+    key = function, kinds
+    if key not in self._vectorised:
+      self._vectorised[key] = _vectorise(function, value, stacked, same)
+    return self._vectorised[key](*stacked, *same)
+
+  def _map_in_loop(
+      self, function: Function, value: Value, member: tff.Type, part: int
+  ) -> list[Rows]:
+    """Applies a function to the values of a part one after the other."""
+    specs = values.leaf_specs(member)
+    size = self._sizes[part]
+
+    def step(
+        i: tf.Tensor, arrays: list[tf.TensorArray]
+    ) -> tuple[tf.Tensor, list[tf.TensorArray]]:
+      result = function(self._client_value(value, part, i))
+      return i + 1, [
+          array.write(i, leaf)
+          for array, leaf in zip(arrays, structures.leaves(result), strict=True)
+      ]
+
+    _, arrays = tf.while_loop(
+        lambda i, _: i < size,
+        step,
+        (tf.constant(0), [rows_lib.new_array(spec, size) for spec in specs]),
+    )
+    return [
+        array if _is_flat(spec, self._parts[part]) else array.stack()
+        for array, spec in zip(arrays, specs, strict=True)
+    ]
+
+  def reduce(
+      self,
+      value: Value,
+      zero: Value,
+      accumulate: Function,
+      merge: Function,
+      at_once: ReduceAtOnce | None = None,
+  ) -> Value:
+    """Aggregates a value at the clients; see `Unrolled.reduce`.
+
+    Args:
+      value: The value.
+      zero: The aggregate of no clients.
+      accumulate: Maps (aggregate, client's value) to an aggregate.
+      merge: Maps two aggregates to one.
+      at_once: Maps the values of several clients, and their number, to their
+        aggregate. A leaf is a tensor, stacked over the clients, or a
+        `Broadcast`.
+
+    Returns:
+      The aggregate of all clients.
+    """
+    totals = []
+    for k, part in enumerate(self._parts):
+      with tf.device(part.device):
+        stacked = self._stack(value, k)
+        if at_once is None or stacked is None:
+          totals.append(self._reduce_in_loop(value, zero, accumulate, k))
+        else:
+          totals.append(at_once(stacked, self._sizes[k]))
+    result = totals[0]
+    for total in totals[1:]:
+      result = merge(tff.structure.Struct.unnamed(result, total))
+    return result
+
+  def _stack(self, value: Value, part: int) -> Value | None:
+    """Stacks the values of a part; returns `None` if their shapes differ."""
+    value = split_broadcasts(value)
+    if any(
+        isinstance(leaf, Leaf) and isinstance(leaf.parts[part], tf.TensorArray)
+        for leaf in structures.leaves(value)
+    ):
+      return None
+    return structures.map_leaves(
+        lambda leaf: leaf if isinstance(leaf, Broadcast) else leaf.parts[part],
+        value,
+    )
+
+  def _reduce_in_loop(
+      self, value: Value, zero: Value, accumulate: Function, part: int
+  ) -> Value:
+    def step(
+        i: tf.Tensor, total: list[tf.Tensor]
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+      pair = tff.structure.Struct.unnamed(
+          structures.pack(zero, total), self._client_value(value, part, i)
+      )
+      return i + 1, structures.leaves(accumulate(pair))
+
+    _, total = tf.while_loop(
+        lambda i, _: i < self._sizes[part],
+        step,
+        (tf.constant(0), structures.leaves(zero)),
+    )
+    return structures.pack(zero, total)
+
+
+def _vectorise(
+    function: Function,
+    value: Value,
+    stacked: list[tf.Tensor],
+    same: list[tf.Tensor],
+) -> Callable[..., list[tf.Tensor]]:
+  """Makes a TensorFlow function of all clients of a function of one client.
+
+  Args:
+    function: A function of one client's value.
+    value: Its argument at the clients: a struct of leaves and of `Broadcast`s.
+    stacked: The tensors of all clients, stacked, for each leaf.
+    same: The tensor of each `Broadcast`.
+
+  Returns:
+    A function of tensors like `stacked` and `same` that returns the results,
+    stacked.
+  """
+  signature = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in stacked]
+  signature += [tf.TensorSpec(t.shape, t.dtype) for t in same]
+
+  @tf.function(input_signature=signature, autograph=False)
+  def vectorised(*tensors: tf.Tensor) -> list[tf.Tensor]:
+    def compute(rows: list[tf.Tensor]) -> list[tf.Tensor]:
+      of_client, of_all = iter(rows), iter(tensors[len(stacked) :])
+      leaves = [
+          next(of_all) if isinstance(leaf, Broadcast) else next(of_client)
+          for leaf in structures.leaves(value)
+      ]
+      write_nodes = getattr(function, 'write_nodes', function)
+      return structures.leaves(write_nodes(structures.pack(value, leaves)))
+
+    return converters.vectorized_map(compute, tensors[: len(stacked)])
+
+  return vectorised.get_concrete_function()

@@ -1,0 +1,1 @@
+"""Runs computations on the machines of a Ray cluster."""

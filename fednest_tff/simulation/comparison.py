@@ -1,0 +1,391 @@
+"""Comparison of methods on one problem, at equal tuning.
+
+Every method gets the same number of trials on held-out data. The best setting
+of each then runs on several seeds. Step sizes are numbers in the state, so a
+method is compiled once per problem. All of it is on disk: what was killed goes
+on where it stopped, in the middle of a trial, too.
+"""
+
+from collections.abc import Callable, Mapping
+import json
+import os
+import shutil
+import statistics
+from typing import Any, NamedTuple
+
+import tensorflow_federated as tff
+
+from fednest_tff.simulation import (
+    client_work,
+    errors,
+    files,
+    leaderboard_page,
+    records,
+    run_directory,
+)
+from fednest_tff.simulation import search as search_lib
+from fednest_tff.simulation.checkpoints import CHECKPOINTS
+from fednest_tff.simulation.leaderboard import Facts, Outcome
+from fednest_tff.simulation.plots import Curve
+from fednest_tff.simulation.records import Row
+from fednest_tff.simulation.search import Range, Search, StepRanges
+from fednest_tff.simulation.training import Trial
+from fednest_tff.simulation.tuned_runs import (
+    TunedRuns,
+    epochs_of,
+    set_hparams,
+    tunable,
+)
+
+SEARCH = 'search.db'
+_FACTS = 'facts'
+_NOT_FINITE = 'not_finite.json'
+_HPARAMS = 'hparams.json'
+# A trial's value is the mean of its last evaluations: single ones are noisy.
+_LAST_EVALUATIONS = 3
+_KEPT_FUNCTIONS = 4
+
+
+class Contest(NamedTuple):
+  """A problem on which methods are compared.
+
+  Attributes:
+    make_trial: From a seed, and from whether the trial serves for tuning, to
+      the trial. Trials for tuning must not touch the test data.
+    curve: The metric: a column of the evaluation, with a label.
+    larger_is_better: Whether the metric is to be large.
+    steps: The step sizes to search, the same for all methods.
+    target: A value of the metric; reported is what it takes to reach it.
+  """
+
+  make_trial: Callable[[int, bool], Trial]
+  curve: Curve
+  larger_is_better: bool
+  steps: StepRanges
+  target: float | None = None
+
+
+class Entry(NamedTuple):
+  """A method that takes part.
+
+  Attributes:
+    label: Its name in tables and plots.
+    method: What the trials' `build` is asked for.
+    fixed: Hyper-parameters that are not searched, by name. A method with
+      nothing to search has one trial.
+  """
+
+  label: str
+  method: str
+  fixed: Mapping[str, float] = {}
+
+
+class Plan(NamedTuple):
+  """How far a comparison goes.
+
+  Attributes:
+    rounds: Communication rounds of the final runs.
+    tuning_rounds: Communication rounds of a trial.
+    budget: Trials per method.
+    seeds: How many seeds the chosen settings run on, from 0.
+    rounds_per_evaluation: Communication rounds between evaluations, at most,
+      if a method's epoch does not have more.
+    tuning_seed: Of the trials' clients and draws; not one of `seeds`.
+  """
+
+  rounds: int
+  tuning_rounds: int
+  budget: int
+  seeds: int = 3
+  rounds_per_evaluation: int = 10
+  tuning_seed: int = 1000
+
+
+class _StopTrialError(Exception):
+  """Ends a trial that is worse than the others."""
+
+
+def _file_name(name: str) -> str:
+  """A method may be 'package.module:builder'."""
+  return name.replace(':', '.')
+
+
+def value_of(rows: list[Row], column: str) -> float:
+  """The mean of a column over the last evaluations of a run."""
+  values = [row[column] for row in rows if column in row]
+  return statistics.fmean(values[-_LAST_EVALUATIONS:])
+
+
+def _free_functions() -> None:
+  """Frees what was compiled for methods that are done."""
+  context = tff.framework.get_context_stack().current
+  runtime = getattr(context, 'runtime', None)
+  if runtime is not None:
+    runtime.forget(keep=_KEPT_FUNCTIONS)
+
+
+def _describe(space: search_lib.Space) -> dict[str, object]:
+  return {
+      name: list(value) if isinstance(value, Range) else value
+      for name, value in space.items()
+  }
+
+
+class _Comparison:
+  """One method of a comparison after the other, in an open directory."""
+
+  def __init__(
+      self,
+      contest: Contest,
+      plan: Plan,
+      directory: run_directory.RunDirectory,
+      num_entries: int,
+  ):
+    self._contest = contest
+    self._plan = plan
+    self._directory = directory
+    self._total = num_entries * (plan.budget + plan.seeds)
+    self._position = 0
+    self._trials: dict[int, Trial] = {}
+    # From a seed and a method; entries may share a method.
+    self._builders: dict[tuple[int, str], TunedRuns] = {}
+
+  def _builder(self, seed: int, method: str) -> TunedRuns:
+    if seed not in self._trials:
+      is_tuning = seed == self._plan.tuning_seed
+      self._trials[seed] = self._contest.make_trial(seed, is_tuning)
+    if (seed, method) not in self._builders:
+      self._builders[seed, method] = TunedRuns(self._trials[seed], method)
+    return self._builders[seed, method]
+
+  def _path(self, folder: str) -> str:
+    path = self._directory.join('runs', folder)
+    with errors.file_errors(path):
+      os.makedirs(path, exist_ok=True)
+    return path
+
+  def _title(self, offset: int, label: str, what: str) -> str:
+    return f'[{self._position + offset}/{self._total}] {label}, {what}'
+
+  def outcome(self, k: int, name: str, entry: Entry) -> Outcome:
+    """Tunes and runs the k-th method, or reads what is there."""
+    plan = self._plan
+    self._position = k * (plan.budget + plan.seeds) + 1
+    folder = self._directory.join(_FACTS)
+    with errors.file_errors(folder):
+      os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f'{_file_name(name)}.json')
+    if not os.path.exists(path):
+      found = self._facts(
+          entry, self._builder(plan.tuning_seed, entry.method)
+      )
+      with errors.file_errors(path):
+        files.write_json(path, found)
+    with open(path) as file:
+      facts = _read_facts(json.load(file), entry)
+    search = Search(
+        self._directory.join(SEARCH),
+        name,
+        facts.space,
+        self._contest.larger_is_better,
+        plan.tuning_rounds,
+        plan.tuning_seed,
+    )
+    is_searched = any(isinstance(v, Range) for v in facts.space.values())
+    budget = plan.budget if is_searched else 1
+    while sum(t.outcome != 'running' for t in search.tried()) < budget:
+      builder = self._builder(plan.tuning_seed, entry.method)
+      self._try(search, builder, name, entry)
+    chosen = search.best()
+    hparams = chosen.hparams if chosen else {}
+    runs, failures = [], {}
+    for seed in range(plan.seeds if chosen else 0):
+      rows, failure = self._run(name, entry, hparams, seed, facts)
+      work = facts.work.example_gradients
+      runs.append([
+          row | {'example_gradients': row['epoch'] * work}
+          for row in rows
+          if row['communication_rounds'] <= plan.rounds
+      ])
+      if failure is not None:
+        failures[seed] = failure
+    _free_functions()
+    return Outcome(facts, search.tried(), chosen, runs, failures)
+
+  def _facts(self, entry: Entry, builder: TunedRuns) -> dict[str, object]:
+    state = builder.process.initialize()
+    set_hparams(builder.process, state, entry.fixed)  # Refuses unknown ones.
+    space = {
+        **search_lib.space_of(
+            tunable(builder.process).get_hparams(state), self._contest.steps
+        ),
+        **entry.fixed,
+    }
+    work = builder.client_work
+    return {
+        'rounds_per_epoch': builder.rounds_per_epoch,
+        'space': _describe(space),
+        'work': work._asdict(),
+    }
+
+  def _try(
+      self, search: Search, builder: TunedRuns, name: str, entry: Entry
+  ) -> None:
+    """Tries the next setting to its end."""
+    plan, column = self._plan, self._contest.curve.column
+    trial = search.next()
+    path = self._path(f'{_file_name(name)}-trial{trial.number:03d}')
+
+    def report(rounds: int, numbers: dict[str, float]) -> None:
+      if trial.report(rounds, numbers[column]):
+        raise _StopTrialError
+
+    try:
+      rows = builder.train(
+          trial.hparams,
+          plan.tuning_rounds,
+          plan.rounds_per_evaluation,
+          path,
+          name,
+          plan.tuning_seed,
+          self._title(trial.number, entry.label, f'trial {trial.number + 1}'),
+          report,
+      )
+    except _StopTrialError:
+      trial.stop()
+    except errors.NonFiniteError as error:
+      trial.diverge(str(error))
+    else:
+      trial.finish(value_of(rows, column))
+    # The metrics stay.
+    for left in (CHECKPOINTS, records.TENSORBOARD):
+      shutil.rmtree(os.path.join(path, left), ignore_errors=True)
+
+  def _run(
+      self,
+      name: str,
+      entry: Entry,
+      hparams: Mapping[str, float],
+      seed: int,
+      facts: Facts,
+  ) -> tuple[list[Row], str | None]:
+    """A final run: its rows, and what was not finite if it diverged."""
+    plan = self._plan
+    path = self._path(f'{_file_name(name)}-seed{seed}')
+    metrics = os.path.join(path, records.METRICS)
+    failed = os.path.join(path, _NOT_FINITE)
+    rows = records.read_rows(metrics) if os.path.exists(metrics) else []
+    if not os.path.exists(failed) and len(rows) < epochs_of(
+        plan.rounds, facts.rounds_per_epoch
+    ):
+      with errors.file_errors(path):
+        files.write_json(os.path.join(path, _HPARAMS), dict(hparams))
+      builder = self._builder(seed, entry.method)
+      try:
+        rows = builder.train(
+            hparams,
+            plan.rounds,
+            plan.rounds_per_evaluation,
+            path,
+            name,
+            seed,
+            self._title(plan.budget + seed, entry.label, f'seed {seed}'),
+        )
+      except errors.NonFiniteError as error:
+        with errors.file_errors(path):
+          files.write_json(failed, str(error))
+        rows = records.read_rows(metrics) if os.path.exists(metrics) else []
+    if not os.path.exists(failed):
+      return rows, None
+    with open(failed) as file:
+      return rows, json.load(file)
+
+
+def _read_facts(content: dict[str, Any], entry: Entry) -> Facts:
+  return Facts(
+      entry.label,
+      content['rounds_per_epoch'],
+      client_work.ClientWork(**content['work']),
+      {
+          name: Range(*value) if isinstance(value, list) else value
+          for name, value in content['space'].items()
+      },
+  )
+
+
+def compare(
+    contest: Contest,
+    entries: Mapping[str, Entry],
+    plan: Plan,
+    directory: str,
+    *,
+    settings: Mapping[str, object] = {},
+    about: Mapping[str, object] = {},
+    title: str = 'Leaderboard',
+    overwrite: bool = False,
+) -> dict[str, Outcome]:
+  """Tunes all methods alike, runs them on several seeds, and writes tables.
+
+  Run again, it goes on where it was stopped or killed. Methods, seeds and
+  rounds may be added later; what was tuned stays as it is.
+
+  Args:
+    contest: The problem.
+    entries: The methods, by names that are used for files.
+    plan: Trials, rounds and seeds.
+    directory: Where everything goes: `leaderboard.csv`, `leaderboard.md`,
+      `leaderboard.png`, `trials.csv`, and `runs/` with the metrics of every
+      trial and run.
+    settings: What else decides the numbers. A directory with other settings is
+      refused.
+    about: What else `config.json` tells, such as versions.
+    title: Of the tables and the plot.
+    overwrite: Whether to remove an earlier comparison and start anew.
+
+  Returns:
+    The outcome of each method.
+
+  Raises:
+    RunError: If the directory does not fit, or a file cannot be written.
+    StoppedError: After SIGINT or SIGTERM, at the end of an epoch.
+  """
+  if plan.tuning_seed < plan.seeds:
+    raise ValueError('`tuning_seed` must not be one of the final seeds.')
+  kept = {
+      name: getattr(plan, name)
+      for name in (
+          'tuning_rounds', 'budget', 'rounds_per_evaluation', 'tuning_seed'
+      )
+  }
+  outcomes: dict[str, Outcome] = {}
+  with run_directory.RunDirectory(
+      directory, {'comparison': True, **settings, **kept}, about, overwrite
+  ) as opened:
+    comparison = _Comparison(contest, plan, opened, len(entries))
+    for k, (name, entry) in enumerate(entries.items()):
+      outcomes[name] = comparison.outcome(k, name, entry)
+      # Also after each method: what is done can be read.
+      with errors.file_errors(directory):
+        leaderboard_page.write(
+            outcomes,
+            directory,
+            contest.curve,
+            contest.larger_is_better,
+            plan.rounds,
+            contest.target,
+            title,
+            _about(plan),
+            with_plot=k == len(entries) - 1,
+        )
+  return outcomes
+
+
+def _about(plan: Plan) -> str:
+  return (
+      f'Every method had {plan.budget} trials of {plan.tuning_rounds:,}'
+      ' communication rounds on held-out data. Trials below the median of the'
+      ' earlier ones were stopped; those that were stopped or diverged count.'
+      f' The best setting ran for {plan.rounds:,} rounds on {plan.seeds}'
+      ' seed(s). Means ± standard errors over the seeds. A run that needs less'
+      ' than a mark in all of its rounds counts there with its end.'
+  )

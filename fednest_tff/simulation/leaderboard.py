@@ -1,0 +1,225 @@
+"""Methods compared at equal rounds, bytes and computation: the numbers."""
+
+from collections.abc import Callable, Mapping, Sequence
+import math
+import statistics
+from typing import NamedTuple
+
+from fednest_tff.simulation.client_work import ClientWork
+from fednest_tff.simulation.plots import Curve
+from fednest_tff.simulation.records import Row
+from fednest_tff.simulation.search import Space, Tried
+
+# Fixed rounds at which methods are compared.
+MARKS = (100, 250, 500, 1000)
+
+_MEGA = 1e6
+
+
+class Facts(NamedTuple):
+  """What is known of a method before it has run.
+
+  Attributes:
+    label: Its name in tables and plots.
+    rounds_per_epoch: Communication rounds.
+    work: What a client computes in an epoch.
+    space: What was searched.
+  """
+
+  label: str
+  rounds_per_epoch: int
+  work: ClientWork
+  space: Space
+
+
+class Outcome(NamedTuple):
+  """The outcome of one method.
+
+  Attributes:
+    facts: What is known of it.
+    tried: The settings that were tried.
+    chosen: The best one; `None` if none was finished.
+    runs: The rows of the final runs, one list per seed. Rows have the column
+      `example_gradients`, those of one client so far.
+    failures: For each seed that diverged, what was not finite.
+  """
+
+  facts: Facts
+  tried: list[Tried]
+  chosen: Tried | None
+  runs: list[list[Row]]
+  failures: dict[int, str]
+
+
+class Cost(NamedTuple):
+  """What is equal when methods are compared.
+
+  Attributes:
+    name: In the tables.
+    label: Of an axis.
+    of: The cost so far, from a row.
+  """
+
+  name: str
+  label: str
+  of: Callable[[Row], float]
+
+
+COSTS = (
+    Cost('rounds', 'communication rounds', lambda r: r['communication_rounds']),
+    Cost(
+        'megabytes',
+        'megabytes, up and down, all clients',
+        lambda r: (r['bytes_up'] + r['bytes_down']) / _MEGA,
+    ),
+    Cost(
+        'client gradients',
+        'gradients of an example, per client',
+        lambda r: r['example_gradients'],
+    ),
+)
+
+
+def value_at(
+    rows: Sequence[Row], column: str, cost: Cost, mark: float
+) -> float | None:
+  """The last evaluation that cost no more than `mark`; `None` without one."""
+  found = [r[column] for r in rows if column in r and cost.of(r) <= mark]
+  return found[-1] if found and math.isfinite(found[-1]) else None
+
+
+def cost_to(
+    rows: Sequence[Row],
+    column: str,
+    cost: Cost,
+    target: float,
+    larger_is_better: bool,
+) -> float | None:
+  """The cost at the first evaluation that reaches `target`, or `None`."""
+  for row in rows:
+    if column in row:
+      value = row[column]
+      if value >= target if larger_is_better else value <= target:
+        return cost.of(row)
+  return None
+
+
+class Mean(NamedTuple):
+  """A mean over seeds.
+
+  Attributes:
+    mean: Of those that have a value; `None` if none has.
+    error: The standard error of the mean; `None` below two values.
+    num_values: How many have a value.
+    num_seeds: How many seeds there are.
+  """
+
+  mean: float | None
+  error: float | None
+  num_values: int
+  num_seeds: int
+
+  def to_text(self) -> str:
+    if self.mean is None:
+      return '-'
+    text = f'{self.mean:.4g}'
+    if self.error is not None:
+      text += f' ± {self.error:.1g}'
+    if self.num_values < self.num_seeds:
+      text += f' ({self.num_values} of {self.num_seeds})'
+    return text
+
+
+def mean_of(values: Sequence[float | None]) -> Mean:
+  """Mean and standard error of the values that are there."""
+  found = [value for value in values if value is not None]
+  error = None
+  if len(found) > 1:
+    error = statistics.stdev(found) / math.sqrt(len(found))
+  mean = statistics.fmean(found) if found else None
+  return Mean(mean, error, len(found), len(values))
+
+
+def _round_up(number: float) -> float:
+  """Two significant digits, not below the number."""
+  if number <= 0:
+    return 0.0
+  unit = 10.0 ** (math.floor(math.log10(number)) - 1)
+  return math.ceil(number / unit - 1e-9) * unit
+
+
+def marks_of(
+    outcomes: Mapping[str, Outcome], rounds: int
+) -> dict[str, list[float]]:
+  """The marks at which methods are compared, by the name of the cost.
+
+  Rounds are those of `MARKS` that fit, and the last. The others are the same
+  parts of what the cheapest method needs for all of its rounds.
+  """
+  at_rounds = sorted({float(m) for m in MARKS if m < rounds} | {float(rounds)})
+  found = {COSTS[0].name: at_rounds}
+  for cost in COSTS[1:]:
+    totals = [
+        cost.of(rows[-1])
+        for outcome in outcomes.values()
+        for rows in outcome.runs
+        if rows and not outcome.failures
+    ]
+    if totals:
+      found[cost.name] = [
+          _round_up(min(totals) * mark / rounds) for mark in at_rounds
+      ]
+  return found
+
+
+class Standing(NamedTuple):
+  """A line of the leaderboard's file.
+
+  Attributes:
+    method: The name of the method.
+    axis: The name of the cost, or 'NAME to target'.
+    at: The mark, or the target.
+    mean: The mean over seeds.
+  """
+
+  method: str
+  axis: str
+  at: float
+  mean: Mean
+
+
+def standings(
+    outcomes: Mapping[str, Outcome],
+    curve: Curve,
+    larger_is_better: bool,
+    rounds: int,
+    target: float | None,
+) -> list[Standing]:
+  """All numbers of the leaderboard, the best method first."""
+  marks = marks_of(outcomes, rounds)
+  found: dict[str, list[Standing]] = {}
+  for name, outcome in outcomes.items():
+    lines = [
+        Standing(name, cost.name, mark, mean_of([
+            value_at(rows, curve.column, cost, mark) for rows in outcome.runs
+        ]))
+        for cost in COSTS
+        for mark in marks.get(cost.name, ())
+    ]
+    if target is not None:
+      lines += [
+          Standing(name, f'{cost.name} to target', target, mean_of([
+              cost_to(rows, curve.column, cost, target, larger_is_better)
+              for rows in outcome.runs
+          ]))
+          for cost in COSTS
+      ]
+    found[name] = lines
+  sign = -1 if larger_is_better else 1
+
+  def rank(name: str) -> tuple[bool, float]:
+    final = found[name][len(marks[COSTS[0].name]) - 1].mean
+    diverged = final.mean is None or bool(outcomes[name].failures)
+    return diverged, sign * final.mean if final.mean is not None else 0.0
+
+  return [line for name in sorted(found, key=rank) for line in found[name]]

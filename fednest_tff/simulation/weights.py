@@ -1,0 +1,72 @@
+"""Weights of a run in a file: plain NumPy arrays by name."""
+
+import os
+
+import numpy as np
+import tree
+
+from fednest_tff.simulation import errors
+from fednest_tff.structures import Value
+
+WEIGHTS = 'weights.npz'
+
+
+def _names(weights: Value) -> list[str]:
+  return [
+      '/'.join(map(str, path)) for path, _ in tree.flatten_with_path(weights)
+  ]
+
+
+def save_weights(path: str, weights: Value) -> None:
+  """Writes weights, whole or not at all.
+
+  Args:
+    path: Of a .npz file. Each array has the name of its place, such as
+      'outer/0/weight'; `numpy.load` reads it.
+    weights: What `process.get_model_weights` returns.
+  """
+  arrays = dict(
+      zip(_names(weights), map(np.asarray, tree.flatten(weights)), strict=True)
+  )
+  temporary = f'{path}_temp'
+  with errors.file_errors(path):
+    with open(temporary, 'wb') as file:
+      np.savez(file, **arrays)
+    os.replace(temporary, path)
+
+
+def load_weights(path: str, like: Value) -> Value:
+  """Reads the weights of a run.
+
+  Args:
+    path: Of a `weights.npz`, or of the directory of a run that has ended.
+    like: Weights of the same structure, such as those of
+      `process.initialize()`.
+
+  Returns:
+    The weights, for `process.set_model_weights`.
+
+  Raises:
+    RunError: If the file cannot be read, or holds other weights.
+  """
+  if os.path.isdir(path):
+    path = os.path.join(path, WEIGHTS)
+  try:
+    with np.load(path, allow_pickle=False) as file:
+      found = {name: file[name] for name in file.files}
+  except OSError as error:
+    raise errors.RunError(
+        f'cannot read {path!r}: {error.strerror or error}'
+    ) from error
+  except ValueError as error:
+    raise errors.RunError(f'{path!r} is no file of weights') from error
+  expected = {
+      name: np.shape(leaf)
+      for name, leaf in zip(_names(like), tree.flatten(like), strict=True)
+  }
+  shapes = {name: array.shape for name, array in found.items()}
+  if shapes != expected:
+    raise errors.RunError(
+        f'{path!r} holds weights of another model: {shapes}, not {expected}'
+    )
+  return tree.unflatten_as(like, [found[name] for name in expected])

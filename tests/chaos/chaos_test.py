@@ -1,0 +1,48 @@
+"""A small part of the campaign; all of it is `make chaos`."""
+
+import pytest
+
+from tests.chaos import campaign, inputs
+
+pytestmark = pytest.mark.usefixtures('default_context')
+RUNTIME = 'in_process'
+# Findings of earlier campaigns, and what is most often damaged.
+DAMAGES = 5
+
+
+def test_bad_flags():
+  assert inputs.fuzz_flags(seed=0, count=60) >= 60
+
+
+def test_bad_arguments():
+  assert inputs.fuzz_api(seed=0, count=40) >= 40
+
+
+def test_damaged_files_signals_and_kills(tmp_path):
+  counts = campaign.Counts()
+  worker = campaign.Worker(tmp_path, 7, counts, quick=True)
+  try:
+    for _ in range(DAMAGES):
+      worker.damage()
+    worker.kill()
+    worker.signal()
+    worker.full_disk()
+  finally:
+    worker.close()
+  assert counts.done['damaged files'] == DAMAGES
+  assert counts.done['signals'] == counts.done['full disks'] == 1
+  assert not counts.findings
+
+
+def test_campaign_sees_a_difference(tmp_path):
+  """Or else it would find nothing, whatever happens."""
+  counts = campaign.Counts()
+  worker = campaign.Worker(tmp_path, 8, counts, quick=True)
+  try:
+    key = 'minimax', 'fedavg_s'
+    directory, reference = worker._reference(*key)
+    worker._references[key] = directory, reference[:-2]
+    with pytest.raises(campaign.FindingError, match='another result'):
+      worker.full_disk()
+  finally:
+    worker.close()

@@ -1,0 +1,113 @@
+"""`--help` and wrong flags without TensorFlow."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+from absl import flags as absl_flags
+import pytest
+
+from experiments import flags, quick
+from tests.helpers import binaries
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+def test_the_copy_is_current(launcher, tmp_path):
+  """Made in another process: programs here have flags of the same names."""
+  copy, log = tmp_path / 'flags.json', tmp_path / 'log.txt'
+  launcher.call('experiments.flags:write', [str(copy)], log)
+  assert launcher.wait() == 0, log.read_text()
+  found = pathlib.Path(quick.COPY).read_text()
+  assert found == copy.read_text(), 'run: make flags'
+
+
+def test_every_binary_is_in_the_copy():
+  copy = json.loads(pathlib.Path(quick.COPY).read_text())
+  assert copy.keys() == binaries.EXPERIMENTS.keys()
+
+
+def test_the_originals_are_as_before():
+  """Making the copy changes no flag of this process."""
+
+  def describe():
+    return {
+        name: (flag.help, flag.default, flag.value, flag.using_default_value)
+        for name, flag in (
+            (name, absl_flags.FLAGS[name]) for name in absl_flags.FLAGS
+        )
+    }
+
+  before = describe()
+  flags.make()
+  assert describe() == before
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'part'),
+    [
+        (['--epochs=abc'], '--epochs=abc'),
+        (['--epochs=0'], '--epochs=0'),
+        (['--no_such_flag=1'], 'no_such_flag'),
+        (['--ihgp=exact'], '--ihgp=exact'),
+        (['--method=fednest,gradient'], '--method=gradient is none of fednest'),
+        (['surplus'], 'surplus'),
+        (['--flagfile=/no/such/file'], '/no/such/file'),
+    ],
+)
+def test_wrong_flags(capsys, arguments, part):
+  with pytest.raises(SystemExit) as ended:
+    quick.check('minimax', arguments)
+  assert ended.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith('error: ') and part in line
+
+
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        [],
+        ['--epochs=3', '--nocompiled', '--method=fednest,lfednest'],
+        ['--verbosity=1', '--alsologtostderr'],  # Those of absl.
+        ['--address=host:80', '--devices=GPU:0,GPU:1'],
+        # Its flags are not known here.
+        ['--method=docs.examples.soba:build_soba', '--no_such_flag=1'],
+        ['--helpfull'],
+    ],
+)
+def test_others_are_left_to_the_program(arguments):
+  quick.check('minimax', arguments)
+
+
+def test_a_flag_file(tmp_path, capsys):
+  path = tmp_path / 'some.flags'
+  path.write_text('--method=docs.examples.soba:build_soba\n--mine=1\n')
+  quick.check('minimax', [f'--flagfile={path}'])
+  path.write_text('--method=fednest\n--mine=1\n')
+  with pytest.raises(SystemExit):
+    quick.check('minimax', [f'--flagfile={path}'])
+  assert "'mine'" in capsys.readouterr().err
+
+
+def test_tensorflow_is_not_imported(tmp_path):
+  (tmp_path / 'tensorflow.py').write_text('raise SystemExit(99)')
+  (tmp_path / 'tensorflow_federated.py').write_text('raise SystemExit(99)')
+
+  def run(*arguments):
+    return subprocess.run(
+        [sys.executable, '-m', 'experiments.loss_tuning', *arguments],
+        cwd=ROOT, env={'PYTHONPATH': str(tmp_path)}, capture_output=True,
+        text=True, check=False,
+    )
+
+  shown = run('--help')
+  assert shown.returncode == 0
+  text = ' '.join(shown.stdout.split())
+  assert 'VS-loss' in text and 'experiments.loss_tuning:' in text
+  assert '--preset: Defaults that go together: tuned, paper.' in text
+  assert 'With --preset=paper: 0.02.' in text
+  wrong = run('--epochs=-1')
+  assert wrong.returncode == 2 and '--epochs=-1' in wrong.stderr
+  # Whatever is right goes on, and needs it.
+  assert run('--epochs=1').returncode == 99

@@ -1,0 +1,52 @@
+"""A small comparison that can be killed: `python -m tests.helpers.comparing`.
+
+Arguments: the output directory, and how many epochs the process lives.
+"""
+
+import os
+import signal
+import sys
+
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+
+from experiments import contests
+import fednest_tff
+from fednest_tff import simulation
+
+PLAN = simulation.Plan(
+    rounds=2, tuning_rounds=2, budget=2, seeds=2, rounds_per_evaluation=1
+)
+
+
+def compare(directory, methods=('simfbo', 'simfbo_v0'), epochs=None, plan=PLAN):
+  """Compares on the quadratics; dies by SIGKILL after so many epochs."""
+  preset = contests.PRESETS['quadratic']
+  contest = contests.contest(
+      preset, contests.resolve(preset, dict(num_clients=3, local_steps=2))
+  )
+  lived = 0
+
+  def make_trial(seed, is_tuning):
+    trial = contest.make_trial(seed, is_tuning)
+
+    def cohort(epoch):
+      nonlocal lived
+      if lived == epochs:
+        os.kill(os.getpid(), signal.SIGKILL)
+      lived += 1
+      return trial.cohort(epoch)
+
+    return trial._replace(cohort=cohort)
+
+  # Counting what clients compute takes two epochs per method as well.
+  return simulation.compare(
+      contest._replace(make_trial=make_trial),
+      contests.choose(contests.entries(preset), list(methods)),
+      plan,
+      str(directory),
+  )
+
+
+if __name__ == '__main__':
+  fednest_tff.use_runtime('in_process', compiled=False)
+  compare(sys.argv[1], ['simfbo'], int(sys.argv[2]))

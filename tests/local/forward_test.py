@@ -1,0 +1,114 @@
+"""Forward accumulators against TensorFlow's own."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import forwardprop
+
+from fednest_tff.local import derivatives, forward
+
+AT = tf.constant([[0.5, -1.0, 2.0], [1.5, 0.3, -0.7]], tf.float64)
+ALONG = tf.constant([[1.0, 2.0, -1.0], [0.5, -0.5, 3.0]], tf.float64)
+VARIABLE = tf.Variable(2.0, dtype=tf.float64)
+
+
+def _chosen(a):
+  rows = tf.gather(a, [1, 0, 1])
+  return tf.where(rows > 0, tf.exp(rows), rows**3) @ tf.transpose(a)
+
+
+def _looped(a):
+  """A loop, which TensorFlow differentiates with lists behind handles."""
+  return tf.while_loop(
+      lambda k, _: k < 3,
+      lambda k, b: (k + 1, tf.sin(b) * a),
+      (tf.constant(0), a),
+  )[1]
+
+
+def _with_variable(a):
+  return VARIABLE.read_value() * a**2
+
+
+@pytest.mark.parametrize('is_traced', [True, False])
+@pytest.mark.parametrize(
+    'function', [tf.sin, _chosen, _looped, _with_variable]
+)
+def test_derivatives_are_those_of_tensorflow(function, is_traced):
+  def derivative(accumulator):
+    with accumulator(AT, ALONG) as found:
+      value = function(AT)
+    return found.jvp(value)
+
+  def products():
+    return (
+        derivative(forward.accumulator),
+        derivative(tf.autodiff.ForwardAccumulator),
+    )
+
+  if is_traced:
+    products = tf.function(products)
+  found, expected = products()
+  assert np.any(found != 0)
+  np.testing.assert_array_equal(found, expected)
+
+
+def _traced_product():
+  """The lines of a product's graph, sorted, without numbers of functions."""
+  with tf.Graph().as_default() as graph:
+    at = [tf.zeros([n]) for n in (2, 3, 4)]
+    derivatives.hessian_vector_product(
+        lambda a: tf.add_n([tf.reduce_sum(tf.exp(v) * v) for v in a]), at, at
+    )
+  return sorted(re.sub(r'_\d+', '', str(graph.as_graph_def())).splitlines())
+
+
+def test_graph_of_a_product_does_not_depend_on_earlier_ones(monkeypatch):
+  # TensorFlow relaxes shapes after so many traces of an operation.
+  monkeypatch.setattr(forwardprop, '_TRACE_COUNT_LIMIT', 4)
+  first = _traced_product()
+  kept = len(forward._OPTIONS.function_cache)
+  assert kept > 0
+  for _ in range(3):
+    assert _traced_product() == first
+  # All graphs share what was traced, and TensorFlow kept nothing.
+  assert len(forward._OPTIONS.function_cache) == kept
+  assert len(forwardprop._jvp_function_cache) == 0
+
+
+def test_what_is_kept_is_limited(monkeypatch):
+  monkeypatch.setattr(forward, '_MAX_KEPT', 2)
+  first = _traced_product()
+  kept = len(forward._OPTIONS.function_cache)
+  with forward.accumulator(AT, ALONG):
+    tf.cosh(AT)
+  assert len(forward._OPTIONS.function_cache) == 1
+  assert _traced_product() == first
+  assert len(forward._OPTIONS.function_cache) == kept + 1
+
+
+def test_programs_own_accumulators_are_left_alone():
+  before = len(forward._OPTIONS.function_cache)
+  with pytest.raises(ZeroDivisionError):
+    with forward.accumulator(AT, ALONG):
+      raise ZeroDivisionError
+  with tf.autodiff.ForwardAccumulator(AT, ALONG) as found:
+    value = tf.atan(AT)  # In no other test.
+  np.testing.assert_allclose(found.jvp(value), ALONG / (1 + AT**2))
+  assert len(forward._OPTIONS.function_cache) == before
+
+
+def test_operations_on_handles_are_left_to_tensorflow():
+  rows = tf.Variable(AT)
+
+  @tf.function
+  def derivative():
+    with forward.accumulator(rows, ALONG) as found:
+      value = tf.gather(rows, [1, 0, 1]) ** 2
+    assert len(forwardprop._jvp_function_cache) > 0
+    return found.jvp(value)
+
+  expected = tf.gather(2 * AT * ALONG, [1, 0, 1])
+  np.testing.assert_allclose(derivative(), expected)

@@ -1,0 +1,93 @@
+"""Vectorised operations against the same operations row by row."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from fednest_tff.runtime.compiler import converters
+
+RNG = np.random.default_rng(0)
+A = RNG.normal(size=(4, 3, 2)).astype(np.float32)
+B = RNG.normal(size=(4, 2)).astype(np.float32)
+C = RNG.normal(size=(4, 1)).astype(np.float32)
+S = RNG.normal(size=4).astype(np.float32)
+SHARED = RNG.normal(size=(3, 2)).astype(np.float32)
+LABELS = np.array([[0, 1, 1]] * 4, np.int32)
+CASES = {
+    'sums of other ranks': (lambda a, b: a + b, [A, B]),
+    'scalars': (lambda a, s: a * s - s, [A, S]),
+    'the lower rank first': (lambda s, a: s / a, [S, A]),
+    'a row of one': (lambda a, c: tf.maximum(a, c), [A, C]),
+    'shared arguments': (lambda b: b - SHARED, [B]),
+    'a shared scalar': (lambda s: tf.pow(tf.abs(s), 2.0), [S]),
+    'choices': (lambda a, s: tf.where(s > 0, a, s), [A, S]),
+    'one sum': (lambda a: tf.reduce_sum(a, axis=0), [A]),
+    'all axes': (lambda a: tf.reduce_mean(a), [A]),
+    'the last axis': (lambda a: tf.reduce_max(a, axis=-1), [A]),
+    'kept axes': (lambda a: tf.reduce_sum(a, axis=1, keepdims=True), [A]),
+    'axes that are not known': (
+        lambda a, s: tf.reduce_sum(a, axis=tf.cast(s > 9, tf.int32)), [A, S]
+    ),
+    'order': (lambda a: tf.argsort(a, axis=-1), [A]),
+    'largest': (lambda b: tf.math.top_k(b, k=1).values, [B]),
+    'cross entropy': (
+        lambda a, y: tf.nn.sparse_softmax_cross_entropy_with_logits(y, a),
+        [A, LABELS],
+    ),
+    'cross entropy of shared labels': (
+        lambda a: tf.nn.sparse_softmax_cross_entropy_with_logits(LABELS[0], a),
+        [A],
+    ),
+    'a loop': (
+        lambda a, s: tf.while_loop(
+            lambda i, _: i < 3, lambda i, v: (i + 1, v * s + a[i]),
+            (tf.constant(0), tf.zeros([2])),
+        )[1],
+        [A, S],
+    ),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_rows(name):
+  function, arguments = CASES[name]
+  specs = [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in arguments]
+
+  @tf.function(input_signature=specs, autograph=False)
+  def at_once(*stacked):
+    def compute(rows):
+      graph = tf.compat.v1.get_default_graph()
+      before = len(graph.get_operations())
+      result = function(*rows)
+      converters.attach(graph.get_operations()[before:])
+      return [result]
+
+    return converters.vectorized_map(compute, stacked)
+
+  (found,) = at_once(*arguments)
+  rows = zip(*arguments, strict=True)
+  expected = [function(*map(tf.constant, row)) for row in rows]
+  np.testing.assert_allclose(found, np.stack(expected), rtol=1e-6)
+
+
+def test_fewer_operations_than_tensorflow():
+  def count(vectorise):
+    @tf.function(autograph=False)
+    def at_once(a, b):
+      return vectorise(a, b)
+
+    specs = [tf.TensorSpec([None, *v.shape[1:]], v.dtype) for v in (A, B)]
+    return len(at_once.get_concrete_function(*specs).graph.get_operations())
+
+  def ours(a, b):
+    def compute(rows):
+      result = rows[0] + rows[1]
+      converters.attach([result.op])
+      return [result]
+
+    return converters.vectorized_map(compute, [a, b])
+
+  def tensorflows(a, b):
+    return tf.vectorized_map(lambda rows: rows[0] + rows[1], [a, b])
+
+  assert count(ours) < count(tensorflows) / 2

@@ -1,0 +1,43 @@
+"""Gradients and products are counted as the formulas of the methods say."""
+
+import fednest_tff
+from fednest_tff import simulation
+from tests.helpers import quadratic
+
+RUNTIME = 'in_process'
+TAU, TAU_X, T, N = 3, 2, 2, 3
+
+
+def count(method, **options):
+  datasets = quadratic.to_datasets(
+      quadratic.make_clients(num_clients=2, examples=(4,))
+  )
+  return simulation.count_client_work(
+      lambda: fednest_tff.build(
+          quadratic.build_problem(), method, inner_learning_rate=0.1,
+          outer_learning_rate=0.1, **options,
+      ),
+      lambda epoch: datasets,
+  )
+
+
+def test_simfbo():
+  work = count('simfbo', linear_learning_rate=0.1, local_steps=TAU)
+  # A step has a gradient of f, and a pass over g with both products.
+  assert work == (TAU, TAU, 4 * TAU, 4 * TAU)
+  assert work.example_gradients == 4 * TAU + 2 * 4 * TAU
+
+
+def test_fednest():
+  work = count(
+      'fednest', inner_local_steps=TAU, outer_local_steps=TAU_X,
+      inner_rounds=T, neumann_terms=N, ihgp='truncated', batch_size=2,
+  )
+  # FedInn: q, and two gradients in all steps but the first. FedIHGP: grad_y f
+  # and N - 1 products. FedOut: grad_x f and a product, then like FedInn.
+  inner, outer = 2 * (TAU - 1), 2 * (TAU_X - 1)
+  assert work.gradients == T * (1 + inner) + 1 + 1 + outer
+  assert work.products == N - 1 + 1
+  # Minibatches have two examples, all else has four.
+  assert work.gradient_examples == T * (4 + 2 * inner) + 4 + 4 + 2 * outer
+  assert work.product_examples == 4 * N

@@ -1,0 +1,126 @@
+"""Comparisons: equal tuning, nothing lost when killed, honest tables."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fednest_tff import simulation
+from fednest_tff.simulation import comparison
+from tests.helpers import comparing
+
+RUNTIME = 'in_process'
+
+
+@pytest.fixture(scope='module')
+def compared(tmp_path_factory):
+  """An uninterrupted comparison, and its directory.
+
+  One of the methods joins later.
+  """
+  directory = tmp_path_factory.mktemp('compare') / 'all'
+  comparing.compare(directory, ['simfbo'])
+  return comparing.compare(directory), directory
+
+
+def read(path):
+  with open(path, newline='') as file:
+    return list(csv.DictReader(file))
+
+
+def without_seconds(outcomes):
+  return {
+      name: outcome._replace(runs=[
+          [{k: v for k, v in row.items() if k != 'seconds'} for row in rows]
+          for rows in outcome.runs
+      ])
+      for name, outcome in outcomes.items()
+  }
+
+
+def test_every_method_has_as_many_trials(compared):
+  outcomes, directory = compared
+  assert list(outcomes) == ['simfbo', 'simfbo_v0']
+  for outcome in outcomes.values():
+    assert len(outcome.tried) == comparing.PLAN.budget
+    assert outcome.tried[0].hparams['outer_learning_rate'] == pytest.approx(0.1)
+    finished = [t for t in outcome.tried if t.outcome == 'finished']
+    assert outcome.chosen == min(finished, key=lambda t: t.value)
+    assert len(outcome.runs) == comparing.PLAN.seeds
+  trials = read(directory / 'trials.csv')
+  assert len(trials) == 2 * comparing.PLAN.budget
+  assert [t['is_chosen'] for t in trials].count('1') == 2
+
+
+def test_the_ablation_keeps_v_at_zero(compared):
+  outcomes, _ = compared
+  for tried in outcomes['simfbo_v0'].tried:
+    assert tried.hparams['linear_learning_rate'] == 0
+  # Without the indirect part, x goes to the minimizer of |x|^2 / 2.
+  assert 'linear_learning_rate' in outcomes['simfbo'].facts.space
+
+
+def test_tables_have_the_runs_numbers(compared):
+  outcomes, directory = compared
+  lines = read(directory / 'leaderboard.csv')
+  runs = outcomes['simfbo'].runs
+  (line,) = [
+      one for one in lines
+      if one['method'] == 'simfbo' and one['axis'] == 'rounds'
+  ]
+  finals = [rows[-1]['x_distance'] for rows in runs]
+  assert runs[0][-1]['communication_rounds'] == comparing.PLAN.rounds
+  assert float(line['mean']) == pytest.approx(np.mean(finals))
+  error = np.std(finals, ddof=1) / np.sqrt(2)
+  assert float(line['standard_error']) == pytest.approx(error)
+  # Two local steps with all examples, of which there is one: a gradient of f,
+  # and one product with what comes along.
+  work = outcomes['simfbo'].facts.work
+  assert tuple(work) == (2, 2, 2, 2)
+  assert runs[0][-1]['example_gradients'] == 2 * work.example_gradients == 12
+  page = (directory / 'leaderboard.md').read_text()
+  assert 'SimFBO, v = 0' in page and '±' in page
+  assert (directory / 'leaderboard.png').stat().st_size > 1000
+
+
+def test_run_again_it_reads_what_is_there(compared, monkeypatch):
+  outcomes, directory = compared
+  monkeypatch.setattr(comparison, 'TunedRuns', None)
+  assert comparing.compare(directory) == outcomes
+
+
+def test_other_tuning_is_refused(compared):
+  _, directory = compared
+  with pytest.raises(simulation.RunError, match='budget'):
+    comparing.compare(directory, plan=comparing.PLAN._replace(budget=5))
+
+
+def test_killed_in_a_trial_it_ends_like_one_that_was_not(compared, tmp_path):
+  outcomes, whole = compared
+  # Two epochs are counted; it dies in the second trial.
+  killed = subprocess.run(
+      [sys.executable, '-m', 'tests.helpers.comparing', str(tmp_path), '5'],
+      capture_output=True,
+      timeout=250,
+  )
+  assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+  before = sorted(p.name for p in (tmp_path / 'runs').iterdir())
+  assert before == ['simfbo-trial000', 'simfbo-trial001']
+  assert not (tmp_path / 'leaderboard.csv').exists()
+  found = comparing.compare(tmp_path, ['simfbo'])
+  assert without_seconds(found) == without_seconds(
+      {'simfbo': outcomes['simfbo']}
+  )
+  of_simfbo = [t for t in read(whole / 'trials.csv') if t['method'] == 'simfbo']
+  assert read(tmp_path / 'trials.csv') == of_simfbo
+
+
+def test_settings_are_in_the_directory(compared):
+  outcomes, directory = compared
+  chosen = outcomes['simfbo'].chosen.hparams
+  path = directory / 'runs' / 'simfbo-seed1' / 'hparams.json'
+  assert json.loads(path.read_text()) == chosen

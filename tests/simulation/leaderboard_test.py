@@ -1,0 +1,99 @@
+"""The leaderboard's numbers, computed by hand."""
+
+import math
+
+import pytest
+
+from fednest_tff.simulation import leaderboard, leaderboard_page
+from fednest_tff.simulation.client_work import ClientWork
+from fednest_tff.simulation.leaderboard import COSTS, Facts, Outcome
+from fednest_tff.simulation.plots import Curve
+from fednest_tff.simulation.search import Range, Tried
+
+CURVE = Curve('test_accuracy', 'test accuracy')
+ROUNDS, MEGABYTES, GRADIENTS = COSTS
+
+
+def run(values, rounds=1, megabytes=2.0, gradients=30, period=1):
+  """Rows of a run that was evaluated every `period` epochs."""
+  rows = []
+  for k, value in enumerate(values):
+    for epoch in range(k * period + 1, (k + 1) * period + 1):
+      row = dict(
+          epoch=epoch, communication_rounds=rounds * epoch,
+          bytes_up=epoch * megabytes * 5e5, bytes_down=epoch * megabytes * 5e5,
+          example_gradients=gradients * epoch,
+      )
+      if epoch == (k + 1) * period:
+        row['test_accuracy'] = value
+      rows.append(row)
+  return rows
+
+
+def outcome(label, runs, failures=None):
+  tried = Tried(0, {'a': 0.1}, 'finished', 0.5, 4)
+  facts = Facts(
+      label, 1, ClientWork(5, 5, 10, 10), {'a': Range(0.01, 1.0, 0.1)}
+  )
+  return Outcome(facts, [tried], tried, runs, failures or {})
+
+
+def test_value_at_a_mark_is_the_last_that_cost_no_more():
+  rows = run([0.1, 0.2, 0.3], period=2)  # Evaluated at 2, 4 and 6 rounds.
+  assert leaderboard.value_at(rows, 'test_accuracy', ROUNDS, 5) == 0.2
+  assert leaderboard.value_at(rows, 'test_accuracy', ROUNDS, 6) == 0.3
+  assert leaderboard.value_at(rows, 'test_accuracy', ROUNDS, 1) is None
+  assert leaderboard.value_at(rows, 'test_accuracy', MEGABYTES, 9) == 0.2
+  assert leaderboard.value_at(rows, 'test_accuracy', GRADIENTS, 60) == 0.1
+  assert leaderboard.value_at(rows, 'test_accuracy', ROUNDS, 100) == 0.3
+
+
+def test_cost_to_a_target():
+  rows = run([0.1, 0.5, 0.4, 0.9])
+  to = leaderboard.cost_to
+  assert to(rows, 'test_accuracy', ROUNDS, 0.5, True) == 2
+  assert to(rows, 'test_accuracy', MEGABYTES, 0.6, True) == 8.0
+  assert to(rows, 'test_accuracy', ROUNDS, 0.95, True) is None
+  assert to(rows, 'test_accuracy', ROUNDS, 0.2, False) == 1
+
+
+def test_mean_and_standard_error():
+  found = leaderboard.mean_of([0.8, 0.9, 1.0])
+  assert found.mean == pytest.approx(0.9)
+  assert found.error == pytest.approx(0.1 / math.sqrt(3))
+  assert leaderboard.mean_of([0.5]).error is None
+  some = leaderboard.mean_of([0.5, None])
+  assert (some.mean, some.num_values, some.num_seeds) == (0.5, 1, 2)
+  assert some.to_text() == '0.5 (1 of 2)'
+  assert leaderboard.mean_of([None]).to_text() == '-'
+
+
+def test_marks_are_parts_of_what_the_cheapest_needs():
+  outcomes = {
+      'cheap': outcome('Cheap', [run([0.5] * 4)]),
+      'dear': outcome('Dear', [run([0.5] * 4, megabytes=7.0)]),
+  }
+  marks = leaderboard.marks_of(outcomes, 4)
+  assert marks == {'rounds': [4], 'megabytes': [8], 'client gradients': [120]}
+  assert leaderboard.marks_of({}, 300)['rounds'] == [100, 250, 300]
+
+
+def test_the_best_comes_first_and_diverged_ones_last(tmp_path):
+  outcomes = {
+      'b': outcome('B', [run([0.5, 0.6]), run([0.5, 0.8])]),
+      'c': outcome('C', [run([0.9]), []], {1: 'epoch 1: x is inf'}),
+      'a': outcome('A', [run([0.5, 0.9]), run([0.5, 0.9])]),
+  }
+  lines = leaderboard.standings(outcomes, CURVE, True, 2, 0.7)
+  assert list(dict.fromkeys(line.method for line in lines)) == ['a', 'b', 'c']
+  smallest = leaderboard.standings(outcomes, CURVE, False, 2, None)
+  assert [line.method for line in smallest][0] == 'b'
+  page = leaderboard_page.write(
+      outcomes, str(tmp_path), CURVE, True, 2, 0.7, 'Title', 'About.'
+  )
+  assert '| A | 0.9 ± 0 |' in page
+  assert '| B | 0.7 ± 0.1 |' in page
+  assert '| B | 2 (1 of 2) | 4 (1 of 2) | 60 (1 of 2) |' in page
+  assert 'C, seed 1: epoch 1: x is inf' in page
+  assert page == (tmp_path / 'leaderboard.md').read_text()
+  assert (tmp_path / 'leaderboard.png').exists()
