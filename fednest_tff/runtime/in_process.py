@@ -250,15 +250,16 @@ class InProcessRuntime:
     size = placed.cohort_size(parameter, argument) or 0
     if not self._compiled or size <= (self._unroll or 0):
       return Unrolled(size, self._devices)
+    chunk = cohort_lib.choose_chunk(parameter, read, size)
     if self._unroll is not None:
-      return cohort_lib.build_looped(size, self._devices)
+      return cohort_lib.build_looped(size, self._devices, chunk)
     if computation.fingerprint not in self._uneven:
       shapes = cohort_lib.shapes_of_clients(parameter, argument, read, size)
       if len(set(shapes)) <= _MAX_GROUPS:
-        return cohort_lib.build_vectorised(shapes, self._devices)
+        return cohort_lib.build_vectorised(shapes, self._devices, chunk)
     if size * computation.num_nodes <= _MAX_UNROLLED_NODES:
       return Unrolled(size, self._devices)
-    return cohort_lib.build_looped(size, self._devices)
+    return cohort_lib.build_looped(size, self._devices, chunk)
 
   def _rewrite(
       self, computation: tff.Computation

@@ -5,7 +5,8 @@ clients are divided into parts, and each part is on one device. A part is *even*
 if all of its clients' tensors have the same shapes. Then they are stacked, and
 what clients compute is vectorised: one matrix product for all clients in place
 of one for each. What cannot be vectorised, such as reading a dataset, is a loop
-over the clients. In an uneven part all is a loop.
+over the clients. In an uneven part all is a loop. A cohort that would take too
+much memory is computed by chunks (`chunks.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import structures
-from fednest_tff.runtime.compiler import converters, graphs, values
+from fednest_tff.runtime.compiler import chunks, converters, graphs, values
 from fednest_tff.runtime.compiler import rows as rows_lib
 from fednest_tff.runtime.compiler.broadcast import (
     Broadcast,
@@ -62,15 +63,17 @@ class Batched:
     is_vectorised: Whether some clients are computed at once.
   """
 
-  def __init__(self, parts: Sequence[Part]):
+  def __init__(self, parts: Sequence[Part], chunk: int | None = None):
     """Creates the cohort.
 
     Args:
       parts: The parts, none of them empty.
+      chunk: How many clients of a part are computed at once; `None` for all.
     """
     self._parts = list(parts)
+    self._chunk = chunk
     self.size = sum(len(part.clients) for part in parts)
-    self.key = tuple((part.device, part.is_even) for part in parts)
+    self.key = chunk, *((part.device, part.is_even) for part in parts)
     self.is_vectorised = any(part.is_even for part in parts)
     self._sizes: list[tf.Tensor] = []
     self._vectorised: dict[Value, Callable[..., list[tf.Tensor]]] = {}
@@ -155,6 +158,8 @@ class Batched:
             found.append(rows_lib.repeat(tensor, size))
         elif isinstance(leaf.parts[k], tf.TensorArray):
           found += rows_lib.flatten(leaf.parts[k], size)
+        elif isinstance(leaf.parts[k], chunks.Postponed):
+          found.append(self._compute(leaf, k))
         else:
           found.append(leaf.parts[k])
     return found
@@ -208,10 +213,17 @@ class Batched:
       The results at the clients.
     """
     columns: list[list[Rows]] = [[] for _ in values.leaf_specs(result_member)]
+    is_postponed = (
+        self._chunk is not None
+        and is_stateless
+        and chunks.is_large(values.leaf_specs(result_member))
+    )
     for k, part in enumerate(self._parts):
       with tf.device(part.device):
-        if is_stateless and part.is_even:
-          rows = self._map_at_once(function, value, k)
+        if is_postponed:
+          rows = self._postpone(function, value, k, len(columns))
+        elif is_stateless and part.is_even:
+          rows = self._map_at_once(function, value, result_member, k)
         else:
           rows = self._map_in_loop(function, value, result_member, k)
       for column, row in zip(columns, rows, strict=True):
@@ -242,19 +254,81 @@ class Batched:
         ],
     )
 
+  def _postpone(
+      self, function: Function, value: Value, part: int, count: int
+  ) -> list[Rows]:
+    """Applies a function later, to the values of a chunk or of one client."""
+    results = chunks.Results(
+        lambda begin, end: self._map_rows(function, value, part, begin, end),
+        lambda i: structures.leaves(
+            function(self._client_value(value, part, i))
+        ),
+    )
+    return [chunks.Postponed(results, leaf) for leaf in range(count)]
+
+  def _compute(self, leaf: Leaf, part: int) -> tf.Tensor:
+    """Computes a postponed leaf, for all clients of a part."""
+    size, postponed = self._sizes[part], leaf.parts[part]
+    row = postponed.row(tf.constant(0))
+    chunk = self._chunk if self._parts[part].is_even else 1
+    (found,) = chunks.concatenate(
+        size,
+        chunk,
+        lambda begin, end: [
+            postponed.rows(begin, end)
+            if chunk != 1 else postponed.row(begin)[tf.newaxis]
+        ],
+        [tf.TensorSpec(leaf.shape, row.dtype)],
+    )
+    return found
+
   def _map_at_once(
-      self, function: Function, value: Value, part: int
+      self, function: Function, value: Value, member: tff.Type, part: int
   ) -> list[tf.Tensor]:
     """Applies a function to all values of an even part at once."""
+    size = self._sizes[part]
+    if self._chunk is None:
+      return self._map_rows(function, value, part)
+    return chunks.concatenate(
+        size,
+        self._chunk,
+        lambda begin, end: self._map_rows(function, value, part, begin, end),
+        values.leaf_specs(member),
+    )
+
+  def _map_rows(
+      self,
+      function: Function,
+      value: Value,
+      part: int,
+      begin: tf.Tensor | None = None,
+      end: tf.Tensor | None = None,
+  ) -> list[tf.Tensor]:
+    """Applies a function to values of an even part at once.
+
+    Args:
+      function: The function.
+      value: The value at the clients.
+      part: The part.
+      begin: The first of the clients; `None` for all of them.
+      end: The client after the last one.
+
+    Returns:
+      The leaves of the results, stacked.
+    """
     value = split_broadcasts(value)
     leaves = structures.leaves(value)
-    stacked = [leaf.parts[part] for leaf in leaves if isinstance(leaf, Leaf)]
+    stacked = [
+        leaf.parts[part] if begin is None else leaf.rows(part, begin, end)
+        for leaf in leaves
+        if isinstance(leaf, Leaf)
+    ]
     same = [leaf.value for leaf in leaves if isinstance(leaf, Broadcast)]
     if not stacked:  # All clients compute the same.
       result = function(structures.pack(value, same))
+      size = self._sizes[part] if begin is None else end - begin
       return [
-          rows_lib.repeat(tensor, self._sizes[part])
-          for tensor in structures.leaves(result)
+          rows_lib.repeat(tensor, size) for tensor in structures.leaves(result)
       ]
     kinds = tuple(isinstance(leaf, Broadcast) for leaf in leaves)
     key = function, kinds
@@ -310,12 +384,20 @@ class Batched:
     Returns:
       The aggregate of all clients.
     """
+    value = split_broadcasts(value)
     totals = []
     for k, part in enumerate(self._parts):
       with tf.device(part.device):
+        if self._chunk is not None and part.is_even:
+          totals.append(
+              self._reduce_by_chunks(value, zero, accumulate, merge, at_once, k)
+          )
+          continue
         stacked = self._stack(value, k)
         if at_once is None or stacked is None:
-          totals.append(self._reduce_in_loop(value, zero, accumulate, k))
+          totals.append(
+              self._reduce_in_loop(value, zero, accumulate, k, self._sizes[k])
+          )
         else:
           totals.append(at_once(stacked, self._sizes[k]))
     result = totals[0]
@@ -324,10 +406,9 @@ class Batched:
     return result
 
   def _stack(self, value: Value, part: int) -> Value | None:
-    """Stacks the values of a part; returns `None` if their shapes differ."""
-    value = split_broadcasts(value)
-    if any(
-        isinstance(leaf, Leaf) and isinstance(leaf.parts[part], tf.TensorArray)
+    """Stacks the values of a part; returns `None` if that is not possible."""
+    if not all(
+        isinstance(leaf, Broadcast) or tf.is_tensor(leaf.parts[part])
         for leaf in structures.leaves(value)
     ):
       return None
@@ -336,9 +417,57 @@ class Batched:
         value,
     )
 
-  def _reduce_in_loop(
-      self, value: Value, zero: Value, accumulate: Function, part: int
+  def _reduce_by_chunks(
+      self,
+      value: Value,
+      zero: Value,
+      accumulate: Function,
+      merge: Function,
+      at_once: ReduceAtOnce | None,
+      part: int,
   ) -> Value:
+    """Aggregates an even part; computes what was postponed."""
+
+    def step(
+        begin: tf.Tensor, end: tf.Tensor, total: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+      rows = structures.map_leaves(
+          lambda leaf: leaf
+          if isinstance(leaf, Broadcast) else leaf.rows(part, begin, end),
+          value,
+      )
+      so_far = structures.pack(zero, total)
+      if at_once is not None:
+        added = at_once(rows, end - begin)
+        result = merge(tff.structure.Struct.unnamed(so_far, added))
+      else:
+        # As if these rows were all that the part has.
+        chunk = structures.map_leaves(
+            lambda leaf: leaf
+            if isinstance(leaf, Broadcast)
+            else Leaf([leaf] * len(self._parts), leaf.shape[1:]),
+            rows,
+        )
+        result = self._reduce_in_loop(
+            chunk, so_far, accumulate, part, end - begin
+        )
+      return structures.leaves(result)
+
+    total = chunks.fold(
+        self._sizes[part], self._chunk, step, structures.leaves(zero)
+    )
+    return structures.pack(zero, total)
+
+  def _reduce_in_loop(
+      self,
+      value: Value,
+      zero: Value,
+      accumulate: Function,
+      part: int,
+      size: tf.Tensor,
+  ) -> Value:
+    """Aggregates the values of the first `size` clients of a part."""
+
     def step(
         i: tf.Tensor, total: list[tf.Tensor]
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -348,7 +477,7 @@ class Batched:
       return i + 1, structures.leaves(accumulate(pair))
 
     _, total = tf.while_loop(
-        lambda i, _: i < self._sizes[part],
+        lambda i, _: i < size,
         step,
         (tf.constant(0), structures.leaves(zero)),
     )

@@ -4,15 +4,20 @@ TFF calls this list the call-dominant form: every call has a name, and no call
 is inside another one.
 """
 
+from collections.abc import Iterator
+import contextlib
 import hashlib
 import re
+import threading
 from typing import NamedTuple
 import weakref
 
 import tensorflow_federated as tff
+from tensorflow_federated.python.core.impl.types import type_serialization
 
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import graphs, readings
+from fednest_tff.structures import Value
 
 
 class CallDominant(NamedTuple):
@@ -76,6 +81,33 @@ def _num_nodes(block: tff.framework.ComputationBuildingBlock) -> int:
   )
 
 
+_READ_TYPE = type_serialization.deserialize_type
+_READING_TYPES = threading.Lock()
+
+
+@contextlib.contextmanager
+def _types_read_once() -> Iterator[None]:
+  """Has TFF read equal types once, and not once for each block that has one.
+
+  Every block of a computation has its type, and most types are those of the
+  whole state: reading them is most of what it takes to read a computation.
+  """
+  known: dict[bytes, tff.Type] = {}
+
+  def read_once(proto: Value) -> tff.Type:
+    key = proto.SerializeToString()
+    if key not in known:
+      known[key] = _READ_TYPE(proto)
+    return known[key]
+
+  with _READING_TYPES:
+    type_serialization.deserialize_type = read_once
+    try:
+      yield
+    finally:
+      type_serialization.deserialize_type = _READ_TYPE
+
+
 # What is known of computations that are still there, by their ids.
 _KNOWN: dict[int, CallDominant] = {}
 
@@ -95,7 +127,8 @@ def to_call_dominant(computation: tff.Computation) -> CallDominant:
   found = _KNOWN.get(id(computation))
   if found is not None:
     return found
-  block = computation.to_building_block()
+  with _types_read_once():
+    block = computation.to_building_block()
   if not isinstance(block.type_signature, tff.FunctionType):
     raise ValueError(f'Expected a function; got {block.type_signature}.')
   block = tff.framework.to_call_dominant(block)

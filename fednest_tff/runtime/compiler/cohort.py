@@ -13,7 +13,7 @@ value. A value at the clients is *flat* when it is a list of tensors, which is
 how it enters and leaves the function.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -21,11 +21,18 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import structures
+from fednest_tff.runtime.compiler import values
 from fednest_tff.runtime.compiler.batched import Batched, Part
 from fednest_tff.runtime.compiler.unrolled import Unrolled
 from fednest_tff.structures import Value
 
 Cohort: TypeAlias = Unrolled | Batched
+
+# A cohort whose clients need more memory than this, by a rough count, is
+# computed by chunks. Measured on two cores, hyper-representation, 100 clients of
+# 600 images: 1.13 s per epoch at once, 0.82 in chunks of 64, 0.78 in chunks of
+# 16, which fit better into the processor's cache.
+_CHUNK_BYTES = 2**27
 
 
 def _shape(value: Value, value_type: tff.Type) -> Hashable:
@@ -99,19 +106,73 @@ def _divide(
   ]
 
 
-def build_looped(size: int, devices: Sequence[str]) -> Batched:
-  """Builds a cohort in which all is a loop over the clients."""
-  return Batched(_divide(list(range(size)), devices, is_even=False))
+def _num_bytes(specs: Iterable[tf.TensorSpec | tf.Tensor]) -> int:
+  """Adds the bytes of tensors, of those whose shapes are known."""
+  return sum(
+      spec.shape.num_elements() * spec.dtype.size
+      for spec in specs
+      if spec.shape.is_fully_defined()
+  )
+
+
+def choose_chunk(
+    parameter: tff.Type | None,
+    read: Sequence[Sequence[Sequence[tf.Tensor]]],
+    size: int,
+) -> int | None:
+  """Decides how many clients are computed at once.
+
+  A client needs memory for what it has read and for copies of what the server
+  sends, of which the server's argument gives the size.
+
+  Args:
+    parameter: The type of a computation's argument.
+    read: The results of readings: tensors, client by client.
+    size: The number of clients.
+
+  Returns:
+    The number of clients, a power of two; `None` for all of them.
+  """
+  if parameter is None or size == 0:
+    return None
+  bytes_of_client = sum(
+      max(_num_bytes(tensors) for tensors in results) for results in read
+  )
+  for leaf in structures.leaves(parameter):
+    member = leaf.member if isinstance(leaf, tff.FederatedType) else leaf
+    bytes_of_client += _num_bytes(values.leaf_specs(member))
+  count = max(1, _CHUNK_BYTES // max(1, bytes_of_client))
+  chunk = 2 ** (count.bit_length() - 1)
+  return chunk if chunk < size else None
+
+
+def build_looped(
+    size: int, devices: Sequence[str], chunk: int | None = None
+) -> Batched:
+  """Builds a cohort in which all is a loop over the clients.
+
+  Args:
+    size: The number of clients.
+    devices: The clients are divided evenly among them.
+    chunk: From `choose_chunk`.
+
+  Returns:
+    The cohort.
+  """
+  return Batched(_divide(list(range(size)), devices, is_even=False), chunk)
 
 
 def build_vectorised(
-    shapes: Sequence[Hashable], devices: Sequence[str]
+    shapes: Sequence[Hashable],
+    devices: Sequence[str],
+    chunk: int | None = None,
 ) -> Batched:
   """Builds a cohort of groups of clients that are computed at once.
 
   Args:
     shapes: From `shapes_of_clients`. Clients for which it is equal are a group.
     devices: Each group is divided evenly among them.
+    chunk: From `choose_chunk`.
 
   Returns:
     The cohort.
@@ -122,4 +183,4 @@ def build_vectorised(
   parts = []
   for clients in groups.values():
     parts += _divide(clients, devices, is_even=True)
-  return Batched(parts)
+  return Batched(parts, chunk)

@@ -1,12 +1,14 @@
-"""Tensors of several clients: stacked, or in an array if shapes differ."""
+"""Tensors of several clients: stacked, in an array, or postponed."""
 
 from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from fednest_tff.runtime.compiler import chunks
+
 # The tensors of one part's clients, one for each client: stacked, or, if their
-# shapes differ, in an array.
-Rows: TypeAlias = tf.Tensor | tf.TensorArray
+# shapes differ, in an array, or not yet computed.
+Rows: TypeAlias = tf.Tensor | tf.TensorArray | chunks.Postponed
 
 
 class Leaf(NamedTuple):
@@ -24,7 +26,15 @@ class Leaf(NamedTuple):
     rows = self.parts[part]
     if isinstance(rows, tf.TensorArray):
       return tf.ensure_shape(rows.read(i), self.shape)
+    if isinstance(rows, chunks.Postponed):
+      return rows.row(i)
     return rows[i]
+
+  def rows(self, part: int, begin: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
+    rows = self.parts[part]
+    if isinstance(rows, chunks.Postponed):
+      return rows.rows(begin, end)
+    return rows[begin:end]
 
 
 def new_array(spec: tf.TensorSpec, size: tf.Tensor) -> tf.TensorArray:
