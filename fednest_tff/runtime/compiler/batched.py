@@ -270,13 +270,13 @@ class Batched:
     """Computes a postponed leaf, for all clients of a part."""
     size, postponed = self._sizes[part], leaf.parts[part]
     row = postponed.row(tf.constant(0))
-    chunk = self._chunk if self._parts[part].is_even else 1
+    chunk = self._chunk if self._parts[part].is_even else None
     (found,) = chunks.concatenate(
         size,
-        chunk,
+        chunk or 1,
         lambda begin, end: [
             postponed.rows(begin, end)
-            if chunk != 1 else postponed.row(begin)[tf.newaxis]
+            if chunk else postponed.row(begin)[tf.newaxis]
         ],
         [tf.TensorSpec(leaf.shape, row.dtype)],
     )
@@ -453,8 +453,9 @@ class Batched:
         )
       return structures.leaves(result)
 
+    size = self._sizes[part]
     total = chunks.fold(
-        self._sizes[part], self._chunk, step, structures.leaves(zero)
+        size, self._chunk or size, step, structures.leaves(zero)
     )
     return structures.pack(zero, total)
 

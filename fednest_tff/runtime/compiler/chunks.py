@@ -81,7 +81,7 @@ class Postponed(NamedTuple):
 
 def fold(
     size: tf.Tensor,
-    chunk: int,
+    chunk: int | tf.Tensor,
     step: Callable[
         [tf.Tensor, tf.Tensor, list[tf.Tensor]], list[tf.Tensor]
     ],

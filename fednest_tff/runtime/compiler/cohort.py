@@ -29,9 +29,9 @@ from fednest_tff.structures import Value
 Cohort: TypeAlias = Unrolled | Batched
 
 # A cohort whose clients need more memory than this, by a rough count, is
-# computed by chunks. Measured on two cores, hyper-representation, 100 clients of
-# 600 images: 1.13 s per epoch at once, 0.82 in chunks of 64, 0.78 in chunks of
-# 16, which fit better into the processor's cache.
+# computed by chunks. Measured on two cores, hyper-representation, 100 clients
+# of 600 images: 1.13 s per epoch at once, 0.82 in chunks of 64, 0.78 in chunks
+# of 16, which fit better into the processor's cache.
 _CHUNK_BYTES = 2**27
 
 
