@@ -34,6 +34,7 @@ BINARIES = {
     'hyper_representation': [*_IMAGES, '--hidden=4'],
     'loss_tuning': _IMAGES,
     'personalization': [*_IMAGES, '--hidden=4'],
+    'hyper_cleaning': _IMAGES,
 }
 _METHODS = (
     'fednest', 'lfednest', 'fednest_sgd', 'lfednest_svrg', 'lfednest_nonalt',

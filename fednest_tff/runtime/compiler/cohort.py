@@ -22,7 +22,8 @@ import tensorflow_federated as tff
 
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import values
-from fednest_tff.runtime.compiler.batched import Batched, Part
+from fednest_tff.runtime.compiler.batched import Batched
+from fednest_tff.runtime.compiler.parts import Part
 from fednest_tff.runtime.compiler.unrolled import Unrolled
 from fednest_tff.structures import Value
 
