@@ -125,8 +125,9 @@ def build_epoch(
     local = _map(lambda t: tf.repeat(t[tf.newaxis], clients, axis=0), head)
 
     def one_epoch(k, local):
+      permutations = order[k]
       for begin in range(0, count, s.batch_size):
-        rows = order[k, :, begin : begin + s.batch_size]
+        rows = permutations[:, begin : begin + s.batch_size]
         f = tf.gather(features, rows, batch_dims=1)
         t = tf.gather(targets, rows, batch_dims=1)
         local = _map(

@@ -1,12 +1,10 @@
 """The runtime that the flags of a binary ask for."""
 
-import os
 from typing import NoReturn
 
-import tensorflow as tf
 import tensorflow_federated as tff
 
-from experiments import image_clients
+from experiments import image_clients, threads
 from experiments import settings as settings_lib
 import fednest_tff
 
@@ -19,13 +17,7 @@ class NoRuntime(tff.framework.SyncContext):
 
 
 def _use_one_thread_per_operation(settings: settings_lib.Settings) -> None:
-  """Gives the cores to clients rather than to parts of one operation.
-
-  Clients run side by side. Where they are as many as cores, dividing an
-  operation among threads only costs: without, epochs of loss tuning with ten
-  clients on two cores are 1.6 times as fast. TensorFlow can be told so only
-  before it runs anything, and `TF_NUM_INTRAOP_THREADS` takes precedence.
-  """
+  """Gives the cores to clients where they are as many."""
   clients = (
       getattr(settings, 'clients_per_round', None)
       or getattr(settings, 'num_clients', None)
@@ -35,12 +27,7 @@ def _use_one_thread_per_operation(settings: settings_lib.Settings) -> None:
     clients = 1
   elif hasattr(settings, 'dataset') and not settings.clients_per_round:
     clients = min(clients, image_clients.CLIENTS_PER_ROUND)
-  if clients < (os.cpu_count() or 1) or 'TF_NUM_INTRAOP_THREADS' in os.environ:
-    return
-  try:
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-  except RuntimeError:
-    pass  # It has run something: another run in this process, for example.
+  threads.give_cores_to_clients(clients)
 
 
 _OPTIONS = (
