@@ -137,7 +137,8 @@ def _measure(setting: Setting, rate: float) -> benchmark_table.Row:
       later = statistics.median(
           _seconds(epoch, setting.clients) for _ in range(_EPOCHS.value)
       )
-    if setting.runtime != 'native':  # That one executes in its worker.
+    # The native runtime executes in its worker.
+    if setting.runtime != 'native' and setting.is_traced:
       executed = kernels.count_operations(
           lambda: epoch(setting.clients)
       ).total()

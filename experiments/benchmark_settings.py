@@ -29,6 +29,7 @@ class Setting(NamedTuple):
       not, they take as many as a number of local epochs has.
     unroll: That of the in-process runtime.
     other_cohorts: How many other cohort sizes are timed after the first call.
+    is_traced: Whether the operations of an epoch are counted.
   """
 
   name: str
@@ -45,6 +46,7 @@ class Setting(NamedTuple):
   equal_steps: bool = False
   unroll: int | None = None
   other_cohorts: int = 0
+  is_traced: bool = True
 
   @property
   def sizes(self) -> tuple[int, ...]:
@@ -56,7 +58,7 @@ class Setting(NamedTuple):
     """What is computed, however it is: equal settings may be compared."""
     return self._replace(
         name='', group='', runtime='', representation=True, unroll=None,
-        other_cohorts=0,
+        other_cohorts=0, is_traced=True,
     )
 
   @property
@@ -149,6 +151,7 @@ SETTINGS = (
     Setting(
         'in process, T=20, N=60', 'first_calls', 'in_process', inner_rounds=20,
         neumann_terms=60,
+        is_traced=False,  # It would take ten minutes.
     ),
     Setting(
         'in process, loss tuning', 'first_calls', 'in_process', hidden=_TUNED,

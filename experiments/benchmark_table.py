@@ -20,7 +20,7 @@ class Row(NamedTuple):
     seconds_per_epoch: The median of the epochs after the first.
     first_seconds: The first epoch, with all that is traced and compiled.
     gib: The peak of resident memory, with the native worker's.
-    kernels: Operations executed in one epoch, if they are in this process.
+    kernels: Operations executed in one epoch, if they were counted.
     gflop: What an epoch needs, in 10^9 floating-point operations of matrix
       products, if there is a program by hand.
     matmul_share: The rate of these as a share of `matmul_gflop_per_second`.

@@ -30,7 +30,9 @@ def count_operations(function: Callable[[], object]) -> collections.Counter:
   """Counts the operations that a call executes in this process, by type.
 
   An operation in a loop counts as often as it is executed. Operations that only
-  pass tensors on, or call others, are left out.
+  pass tensors on, or call others, are left out. TensorFlow takes a time to
+  digest its trace that grows with the square of the graph: seconds for an epoch
+  of a few thousand operations, minutes for one of some ten thousand.
 
   Args:
     function: What to call; it should have been called before, or else what
