@@ -112,3 +112,83 @@ def test_operations_on_handles_are_left_to_tensorflow():
 
   expected = tf.gather(2 * AT * ALONG, [1, 0, 1])
   np.testing.assert_allclose(derivative(), expected)
+
+
+def _moving_second_factor(images, weights, x):
+  """The mixed derivative of a two-layer network, whose images do not move."""
+
+  def loss(x, y):
+    return tf.reduce_sum(tf.nn.relu(images @ x) @ y)
+
+  return derivatives.mixed_product(loss, x, weights, tf.ones_like(weights))
+
+
+def test_nothing_is_multiplied_by_zeros():
+  rng = np.random.default_rng(0)
+  shapes = [5, 4], [3, 2], [4, 3]
+  arrays = [tf.constant(rng.normal(size=shape)) for shape in shapes]
+  function = tf.function(_moving_second_factor, autograph=False)
+  graph = function.get_concrete_function(*arrays).graph
+  images = graph.inputs[0]
+  nodes = graph.as_graph_def().node
+  zeros = {
+      node.name for node in nodes
+      if node.op == 'ZerosLike' and images.op.name in node.input
+  }
+  assert not [node.name for node in nodes if zeros & set(node.input)]
+  # By hand: relu' is a mask, and d/dx <d/dy sum(relu(A x) y), 1> is A^T mask 2.
+  image, _, at = (array.numpy() for array in arrays)
+  mask = (image @ at > 0).astype(float)
+  np.testing.assert_allclose(function(*arrays), image.T @ (2 * mask))
+
+
+@pytest.mark.parametrize('operation', sorted(forward._BILINEAR))
+def test_product_rule(operation):
+  """Both factors move, or one of them; against TensorFlow's own."""
+  rng = np.random.default_rng(1)
+
+  def draw(*shape):
+    return tf.constant(rng.normal(size=shape))
+
+  options = dict(strides=[1, 2, 2, 1], padding='SAME')
+  image, kernel, result = draw(2, 6, 5, 3), draw(3, 2, 3, 4), draw(2, 3, 3, 4)
+  run = getattr(tf.raw_ops, operation)
+  cases = {
+      'MatMul': (
+          lambda a, b: run(a=a, b=b, transpose_b=True), draw(3, 4), draw(2, 4)
+      ),
+      'BatchMatMulV2': (
+          lambda a, b: run(x=a, y=b, adj_x=True), draw(5, 4, 3), draw(4, 2)
+      ),
+      'Conv2D': (lambda a, b: run(input=a, filter=b, **options), image, kernel),
+      'Conv2DBackpropFilter': (
+          lambda a, b: run(
+              input=a, filter_sizes=kernel.shape, out_backprop=b, **options
+          ), image, result,
+      ),
+      'Conv2DBackpropInput': (
+          lambda a, b: run(
+              input_sizes=image.shape, filter=a, out_backprop=b, **options
+          ), kernel, result,
+      ),
+  }
+  function, a, b = cases[operation]
+  along = draw(*a.shape), draw(*b.shape)
+
+  @tf.function(autograph=False)
+  def both():
+    found = []
+    for which in ([0], [1], [0, 1]):
+      for kind in (forward.accumulator, tf.autodiff.ForwardAccumulator):
+        points = [tf.identity(a), tf.identity(b)]
+        with kind(
+            [points[k] for k in which], [along[k] for k in which]
+        ) as accumulator:
+          value = function(*points)
+        found.append(accumulator.jvp(value))
+    return found
+
+  found = both()
+  for mine, theirs in zip(found[::2], found[1::2], strict=True):
+    assert np.any(mine != 0)
+    np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-12)
