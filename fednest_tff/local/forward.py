@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import contextlib
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.function.polymorphism import function_cache
 from tensorflow.python import pywrap_tfe
@@ -55,8 +56,11 @@ def _is_zero(tangent: tf.Tensor | None) -> bool:
   """Tells whether a tangent is that of something that does not move."""
   if tangent is None:
     return True
-  # In eager execution it is not known, and there is little to save.
-  return not tf.executing_eagerly() and tangent.op.type == 'ZerosLike'
+  if tf.executing_eagerly():  # It is not known, and there is little to save.
+    return False
+  if tangent.op.type == 'Const':
+    return not np.any(tf.get_static_value(tangent))
+  return tangent.op.type == 'ZerosLike'
 
 
 def _product_rule(
