@@ -3,10 +3,12 @@
 With thousands of clients not all of their results fit into memory: a model of
 0.6 MB is 6 GB at 10,000 clients. So a large result at the clients is postponed:
 nothing is computed until it is aggregated, and then a chunk of clients is
-computed, added to the aggregate and forgotten before the next one begins.
+computed, added to the aggregate and forgotten. As many chunks as there are
+cores are in memory at the same time.
 """
 
 from collections.abc import Callable
+import os
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -17,6 +19,8 @@ ComputeRows = Callable[[tf.Tensor, tf.Tensor], list[tf.Tensor]]
 # From a client to its tensors.
 ComputeRow = Callable[[tf.Tensor], list[tf.Tensor]]
 
+# How many chunks are computed at the same time, each mostly by one core.
+_AT_A_TIME = os.cpu_count() or 1
 # A result is large if a client's is at least this many bytes.
 _LARGE = 2**14
 
@@ -87,7 +91,7 @@ def fold(
     ],
     start: list[tf.Tensor],
 ) -> list[tf.Tensor]:
-  """Goes through all chunks of a part, one after the other.
+  """Goes through all chunks of a part in their order.
 
   Args:
     size: The number of clients of the part.
@@ -110,7 +114,7 @@ def fold(
       lambda begin, _: begin < size,
       body,
       (tf.constant(0), start),
-      parallel_iterations=1,
+      parallel_iterations=_AT_A_TIME,
   )
   return tensors
 

@@ -69,11 +69,26 @@ def _convert_reduction(pfor_input: Value) -> Value:
   """Counts axes from the second one on, if all are counted from the front."""
   rows, is_stacked, _ = pfor_input.input(0)
   axes, axes_are_stacked, _ = pfor_input.input(1)
-  known = tf.get_static_value(axes)
-  if not is_stacked or axes_are_stacked or known is None or (known < 0).any():
+  if not is_stacked or axes_are_stacked:
     return _by_tensorflow(pfor_input)
-  axes = tf.constant(known + 1, axes.dtype)
+  known = tf.get_static_value(axes)
+  if known is not None and (known >= 0).all():
+    axes = tf.constant(known + 1, axes.dtype)
+  elif pfor_input.op.inputs[1].op.type == 'BroadcastGradientArgs':
+    axes += 1  # It counts from the front.
+  else:
+    return _by_tensorflow(pfor_input)
   return pfor.wrap(_create(pfor_input, [rows, axes])[0], True)
+
+
+def _convert_add_n(pfor_input: Value) -> Value:
+  """Adds what is the same for all clients without copying it for each."""
+  stacked = [t for t, is_stacked, _ in pfor_input.inputs if is_stacked]
+  same = [t for t, is_stacked, _ in pfor_input.inputs if not is_stacked]
+  total = stacked[0] if len(stacked) == 1 else tf.add_n(stacked)
+  for tensor in same:
+    total += tensor
+  return pfor.wrap(total, True)
 
 
 def _convert_sparse_cross_entropy(pfor_input: Value) -> Value:
@@ -105,6 +120,7 @@ def _convert_top_k(pfor_input: Value) -> Value:
 _CONVERTERS: dict[str, _Converter] = {
     **dict.fromkeys(_ELEMENTWISE, _convert_elementwise),
     **dict.fromkeys(_REDUCTIONS, _convert_reduction),
+    'AddN': _convert_add_n,
     'SparseSoftmaxCrossEntropyWithLogits': _convert_sparse_cross_entropy,
     'TopKV2': _convert_top_k,
 }

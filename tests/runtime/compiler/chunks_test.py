@@ -93,10 +93,11 @@ def test_chunks_by_memory():
   ])
   # A client has read 1 MiB and receives 1 MiB: 64 of them are 128 MiB.
   read = [[[tf.zeros([2**18])]] * 300]
-  assert cohort.choose_chunk(types, read, 300) == 64
+  assert cohort.choose_chunk(types, read, 300) == 32
+  assert cohort.choose_chunk(types, read, 65) == 32
   assert cohort.choose_chunk(types, read, 64) is None
   # A power of two, also if nearly twice as many would do.
-  assert cohort.choose_chunk(types, [[[tf.zeros([1])]] * 300], 300) == 64
+  assert cohort.choose_chunk(types, [[[tf.zeros([1])]] * 300], 300) == 32
   assert cohort.choose_chunk(types[1], [], 300) is None
   assert cohort.choose_chunk(None, [], 0) is None
 

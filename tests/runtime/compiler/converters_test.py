@@ -13,6 +13,17 @@ C = RNG.normal(size=(4, 1)).astype(np.float32)
 S = RNG.normal(size=4).astype(np.float32)
 SHARED = RNG.normal(size=(3, 2)).astype(np.float32)
 LABELS = np.array([[0, 1, 1]] * 4, np.int32)
+
+
+def _bias_gradient(a, b):
+  """Sums over axes that TensorFlow finds from shapes when it runs."""
+  a = tf.boolean_mask(a, a[:, 0] > -10)  # All rows, which is not known before.
+  with tf.GradientTape() as tape:
+    tape.watch(b)
+    value = (a + b) ** 2
+  return tape.gradient(value, b)
+
+
 CASES = {
     'sums of other ranks': (lambda a, b: a + b, [A, B]),
     'scalars': (lambda a, s: a * s - s, [A, S]),
@@ -28,6 +39,9 @@ CASES = {
     'axes that are not known': (
         lambda a, s: tf.reduce_sum(a, axis=tf.cast(s > 9, tf.int32)), [A, S]
     ),
+    'axes of a gradient': (_bias_gradient, [A, B]),
+    'many terms': (lambda a, b: tf.add_n([a, SHARED, a * b, SHARED]), [A, B]),
+    'one term of each': (lambda a: tf.add_n([SHARED, a]), [A]),
     'order': (lambda a: tf.argsort(a, axis=-1), [A]),
     'largest': (lambda b: tf.math.top_k(b, k=1).values, [B]),
     'cross entropy': (
