@@ -161,10 +161,16 @@ CLIENT_DATA = quadratic.to_datasets(quadratic.make_clients(4))
 
 
 @functools.cache
-def _small_process(seed, neumann_terms):
-  """One that compiles quickly, with two clients in a second."""
-  return _build(
-      'lfednest_nonalt', inner_local_steps=1, neumann_terms=neumann_terms,
+def _small_process(seed, batch_size):
+  """One that compiles quickly, and has products of second derivatives."""
+  return fednest_tff.build(
+      quadratic.new_problem(),
+      'simfbo',
+      outer_learning_rate=0.05,
+      inner_learning_rate=0.2,
+      linear_learning_rate=0.1,
+      local_steps=2,
+      batch_size=batch_size,
       seed=seed,
   )
 
