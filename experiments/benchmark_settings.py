@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from fednest_tff import registry
+
 PIXELS, CLASSES = 784, 10
 _DEEP = (512, 512, 200)
 _TUNED = (200, 100)  # The classifier that loss tuning trains.
@@ -79,20 +81,24 @@ class Setting(NamedTuple):
 
 
 def _methods() -> list[Setting]:
-  """The methods since FedNest, on the headline's network."""
-  labels = {
-      'simfbo': 'SimFBO', 'shrofbo': 'ShroFBO', 'fedmsa': 'FedMSA',
-      'fedbioacc': 'FedBiOAcc', 'penalty': 'penalty', 'aggitd': 'AggITD',
-      'fedmbo': 'FedMBO',
-  }
-  return [Setting('floor, SimFBO', 'methods', 'floor', method='simfbo')] + [
-      Setting(
-          f'in process, {label}', 'methods', 'in_process', method=method,
-          # The chain of AggITD is as long as T.
-          inner_rounds=5 if method == 'aggitd' else 1,
-      )
-      for method, label in labels.items()
-  ]
+  """All other methods for bilevel problems, on the headline's network."""
+  found = [Setting('floor, SimFBO', 'methods', 'floor', method='simfbo')]
+  for name in registry.method_names():
+    method = registry.get_method(name)
+    if name == 'fednest' or 'bilevel' not in method.kinds:
+      continue
+    # Without Neumann terms, the rounds on y carry the hypergradient's chain.
+    has_chain = (
+        'inner_rounds' in method.options
+        and 'neumann_terms' not in method.options
+    )
+    found.append(
+        Setting(
+            f'in process, {method.label}', 'methods', 'in_process', method=name,
+            inner_rounds=5 if has_chain else 1,
+        )
+    )
+  return found
 
 
 def _cohorts() -> list[Setting]:

@@ -10,7 +10,7 @@ from experiments.benchmark_settings import GROUPS, SETTINGS
 TINY = ['--clients=2', '--examples=10', '--hidden=4', '--epochs=1']
 # One of each kind of row that is not in `test_table_and_plot`.
 KINDS = [
-    'floor, SimFBO', 'in process, penalty', 'in process, other cohort sizes',
+    'floor, SimFBO', 'in process, Penalty', 'in process, other cohort sizes',
     'in process, 10 sizes, equal tau, loop',
     'in process, FedAvg CNN, 10 clients',
 ]
