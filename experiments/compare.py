@@ -14,12 +14,12 @@ trials.csv.
 
 import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
 import tensorflow_federated as tff
 
 from experiments import contests, program, runtimes
 from experiments import settings as settings_lib
-from fednest_tff import data, simulation
+from fednest_tff import simulation
 
 FLAGS = flags.FLAGS
 _DEFAULT = 'hyper_representation'
@@ -135,24 +135,34 @@ def main(argv: list[str]) -> int:
     if len(argv) > 1:
       raise settings_lib.SettingsError(f'unexpected argument {argv[1]!r}')
     _compare(settings_lib.given_by_flags())
-  except (
-      settings_lib.SettingsError, data.DataError, simulation.RunError
-  ) as error:
-    return program.end(error, 2)
-  except simulation.StoppedError as error:
-    return program.end(error, 128 + error.signal_number)
-  except KeyboardInterrupt:
-    return program.end('interrupted; the last checkpoint is kept', 130)
+  except (Exception, KeyboardInterrupt) as error:
+    return program.end_with(error)
   return 0
+
+
+def define_flags() -> list[str]:
+  """Makes the flags those that `--help` shows; returns their names."""
+  for name in (*_CHOOSABLE, *_OWN):
+    FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
+  FLAGS['problem'].help = f'One of {", ".join(contests.PRESETS)}.'
+  return [
+      *_CHOOSABLE,
+      *_OWN,
+      *(
+          flag.name
+          for flag in (
+              _METHODS, _ROUNDS, _TUNING_ROUNDS, _BUDGET, _PER_EVALUATION,
+              _TARGET,
+          )
+      ),
+  ]
 
 
 def run() -> None:
   """The `__main__` of the binary; does not return."""
   tff.framework.set_default_context(runtimes.NoRuntime())
-  for name in (*_CHOOSABLE, *_OWN):
-    FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
-  FLAGS['problem'].help = f'One of {", ".join(contests.PRESETS)}.'
-  app.run(lambda argv: sys.exit(main(argv)), flags_parser=program.parse)
+  define_flags()
+  program.start(main)
 
 
 if __name__ == '__main__':

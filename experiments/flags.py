@@ -3,12 +3,14 @@
   python -m experiments.flags
 """
 
+from collections.abc import Callable
 import json
 from typing import Any
 
 from absl import flags as absl_flags
 
 from experiments import (
+    compare,
     compositional,
     hyper_cleaning,
     hyper_representation,
@@ -54,24 +56,32 @@ def _copy(flag: absl_flags.Flag) -> dict[str, Any]:
   return found
 
 
-def describe(experiment: Experiment) -> dict[str, Any]:
-  """The flags of an experiment as `--help` shows them, and its methods."""
+def _describe(define: Callable[[], list[str]]) -> list[dict[str, Any]]:
+  """Copies the flags whose names `define` returns; they are as before then."""
   before = {name: (FLAGS[name].help, FLAGS[name].default) for name in FLAGS}
   try:
-    program.define_flags(experiment)
-    names = [*settings_lib.PLACES, *experiment.flags()]
-    found = [_copy(FLAGS[name]) for name in sorted(names)]
+    return [_copy(FLAGS[name]) for name in sorted(define())]
   finally:
     for name, (text, default) in before.items():
       FLAGS[name].help = text
       if FLAGS[name].default != default:
         FLAGS.set_default(name, default)
-  return dict(methods=experiment.methods(), flags=found)
+
+
+def describe(experiment: Experiment) -> dict[str, Any]:
+  """The flags of an experiment as `--help` shows them, and its methods."""
+
+  def define() -> list[str]:
+    program.define_flags(experiment)
+    return [*settings_lib.PLACES, *experiment.flags()]
+
+  return dict(methods=experiment.methods(), flags=_describe(define))
 
 
 def make() -> str:
   """The content of the file."""
   found = {each.name: describe(each) for each in EXPERIMENTS}
+  found['compare'] = dict(flags=_describe(compare.define_flags))
   return json.dumps(found, indent=1, sort_keys=True) + '\n'
 
 

@@ -87,6 +87,8 @@ def check(name: str, arguments: list[str]) -> None:
     _end(str(error))
   if surplus:
     _end(f'unexpected argument {surplus[0]!r}')
+  if 'methods' not in copy[name]:
+    return
   methods = copy[name]['methods']
   for method in values['method'].value or []:
     if method not in methods and ':' not in method:

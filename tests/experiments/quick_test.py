@@ -25,7 +25,7 @@ def test_the_copy_is_current(launcher, tmp_path):
 
 def test_every_binary_is_in_the_copy():
   copy = json.loads(pathlib.Path(quick.COPY).read_text())
-  assert copy.keys() == binaries.EXPERIMENTS.keys()
+  assert copy.keys() == {*binaries.EXPERIMENTS, 'compare'}
 
 
 def test_the_originals_are_as_before():
@@ -56,9 +56,12 @@ def test_the_originals_are_as_before():
         (['--flagfile=/no/such/file'], '/no/such/file'),
     ],
 )
-def test_wrong_flags(capsys, arguments, part):
+@pytest.mark.parametrize('name', ['minimax', 'compare'])
+def test_wrong_flags(capsys, name, arguments, part):
+  if name == 'compare' and 'method' in arguments[0]:
+    arguments, part = ['--methods=', '--budget=0'], '--budget=0'
   with pytest.raises(SystemExit) as ended:
-    quick.check('minimax', arguments)
+    quick.check(name, arguments)
   assert ended.value.code == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith('error: ') and part in line
