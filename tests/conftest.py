@@ -80,11 +80,12 @@ def compiled_context():
 # exceptions.
 _SLOW_FOLDERS = {
     'algorithms', 'chaos', 'compiler', 'distributed', 'experiments',
-    'federated', 'runtime',
+    'federated', 'models', 'runtime',
 }
 _SLOW_FILES = {
-    'docs_test.py', 'examples_test.py', 'personal_steps_test.py',
-    'readme_test.py', 'training_test.py',
+    'api_mistakes_test.py', 'comparison_test.py', 'docs_test.py',
+    'examples_test.py', 'notebook_test.py', 'personal_steps_test.py',
+    'readme_test.py', 'training_test.py', 'types_test.py',
 }
 _QUICK_FILES = {
     'call_dominant_test.py', 'fed_inn_test.py', 'settings_test.py',
