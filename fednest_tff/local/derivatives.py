@@ -67,37 +67,23 @@ def _is_about_control_flow(error: Exception) -> bool:
   return 'tensorflow' in where
 
 
-_CONTROL_FLOW = frozenset([
-    'Case', 'If', 'StatelessCase', 'StatelessIf', 'StatelessWhile', 'While'
-])
-
-
 @contextlib.contextmanager
 def _along(
     primals: Structure, tangents: Structure
 ) -> Iterator[tf.autodiff.ForwardAccumulator]:
   """An accumulator that names what TensorFlow cannot differentiate twice."""
-  refusal = ValueError(
-      'The inner loss has a tf.cond, tf.while_loop or tf.map_fn, which'
-      ' TensorFlow cannot differentiate twice: use tf.where or'
-      " tf.vectorized_map, or method='penalty', which takes first derivatives"
-      ' only.'
-  )
-  graph = tf.compat.v1.get_default_graph()
-  before = 0 if tf.executing_eagerly() else len(graph.get_operations())
   try:
     with forward.accumulator(primals, tangents) as accumulator:
       yield accumulator
   except (AssertionError, SystemError, TypeError) as error:
     if not _is_about_control_flow(error):
       raise
-    raise refusal from error
-  if tf.executing_eagerly():
-    return
-  # Depending on what it has traced before, TensorFlow raises nothing.
-  for op in graph.get_operations()[before:]:
-    if op.type in _CONTROL_FLOW and 'gradient_tape' in op.name:
-      raise refusal
+    raise ValueError(
+        'The inner loss has a tf.cond, tf.while_loop or tf.map_fn, which'
+        ' TensorFlow cannot differentiate twice: use tf.where or'
+        " tf.vectorized_map, or method='penalty', which takes first derivatives"
+        ' only.'
+    ) from error
 
 
 def hessian_vector_product(
