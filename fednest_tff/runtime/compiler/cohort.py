@@ -30,10 +30,8 @@ from fednest_tff.structures import Value
 Cohort: TypeAlias = Unrolled | Batched
 
 # A cohort whose clients need more memory than this, by a rough count, is
-# computed by chunks. Measured on two cores, hyper-representation, 100 clients
-# of 600 images: 1.13 s per epoch at once, 0.58 in chunks of 16, two at a time,
-# which also fit better into the processor's cache. Smaller cohorts are not
-# divided: that would be more to execute.
+# computed by chunks. Measured on two cores: 1,000 clients of 60 images take 1.7
+# GB in place of 2.8, and as long as at once.
 _LIMIT_BYTES = 2**27
 _CHUNK_BYTES = 2**26
 
