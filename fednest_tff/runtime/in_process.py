@@ -106,7 +106,8 @@ class InProcessRuntime:
     self._devices = devices_lib.choose(devices)
     self._unroll = unroll
     self._compiled = compiled
-    self._import_graph = graphs.Importer(is_simplified=False)
+    # Graphs that are compiled are simplified before.
+    self._import_graph = graphs.Importer(is_simplified=compiled)
     self._reader = readings.Reader()
     # What `_stack` made last, with what it was made of.
     self._last_stack: (
@@ -282,7 +283,7 @@ class InProcessRuntime:
       if key not in self._functions:
         with _Progress(cohort.size):
           self._functions[key] = lowering.build_function(
-              computation, cohort, self._devices[0]
+              computation, cohort, self._devices[0], self._import_graph
           )
         _shorten(self._functions, _MAX_FUNCTIONS)
       return self._functions[key]

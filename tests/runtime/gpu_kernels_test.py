@@ -70,13 +70,8 @@ def build(method, loss=loss):
   )
 
 
-@pytest.fixture(scope='module', autouse=True)
-def shared_graphs():
-  """Rounds that methods and cohorts have in common are compiled once."""
-  importer = graphs.Importer()
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(graphs, 'Importer', lambda: importer)
-    yield
+# Rounds that methods and cohorts have in common are vectorised once.
+IMPORTER = graphs.Importer()
 
 
 @pytest.fixture(scope='module')
@@ -92,7 +87,7 @@ def cohorts():
 def search(process, cohort):
   computation = call_dominant.to_call_dominant(process.next)
   return gpu_kernels.search(
-      lowering.build_function(computation, cohort, DEVICE)
+      lowering.build_function(computation, cohort, DEVICE, IMPORTER)
   )
 
 

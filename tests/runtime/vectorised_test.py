@@ -3,6 +3,8 @@
 The reference runs the same graphs client by client, without compiling.
 """
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -17,11 +19,13 @@ SETTINGS = reference.Settings(
     neumann_terms=3, smoothness=4.0,
 )
 VECTORISED = in_process.InProcessRuntime()
+LOOPED = in_process.InProcessRuntime(unroll=0)
 ONE_BY_ONE = in_process.InProcessRuntime(compiled=False)
 # One of each family: compiling takes seconds.
 METHODS = ['fednest', 'lfednest', 'simfbo', 'fedmbo', 'personal']
 
 
+@functools.cache
 def build(method):
   """A process that draws minibatches and N', so that all seeds matter."""
   module = personal if method == 'personal' else quadratic
@@ -73,6 +77,18 @@ def test_numbers_of_methods(method):
   assert_close(found, run_epochs(ONE_BY_ONE, process, cohorts), 1e-12)
   again = run_epochs(VECTORISED, process, cohorts)
   processes.assert_equal(again[-1].state, found[-1].state)
+
+
+@pytest.mark.parametrize(
+    'runtime', [VECTORISED, LOOPED], ids=['vectorised', 'looped']
+)
+@pytest.mark.parametrize('method', ['fednest', 'simfbo'])
+def test_numbers_by_chunks(small_chunks, method, runtime):
+  process = build(method)
+  # Chunks that are full or not, two groups, and one client.
+  cohorts = [make_datasets(s) for s in ([3] * 5, [3, 2, 3, 3, 2], [2])]
+  found = run_epochs(runtime, process, cohorts)
+  assert_close(found, run_epochs(ONE_BY_ONE, process, cohorts), 1e-12)
 
 
 @tff.tensorflow.computation(tff.SequenceType(np.float32))

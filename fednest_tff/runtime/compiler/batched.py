@@ -7,7 +7,7 @@ reading a dataset, is a loop over the clients. In an uneven part all is a loop.
 A cohort that would take too much memory is computed by chunks (`chunks.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import tensorflow as tf
 import tensorflow_federated as tff
@@ -45,7 +45,10 @@ class Batched(Parts):
     self._chunk = chunk
     self.key = chunk, *((part.device, part.is_even) for part in parts)
     self.is_vectorised = any(part.is_even for part in parts)
-    self._vectorised: dict[Value, Callable[..., list[tf.Tensor]]] = {}
+    # Functions of all clients, by the function of one and by `_map_rows`.
+    self._vectorised: dict[
+        Function, dict[Hashable, Callable[..., list[tf.Tensor]]]
+    ] = {}
 
   def _client_value(self, value: Value, part: int, i: tf.Tensor) -> Value:
     return structures.map_leaves(
@@ -189,11 +192,19 @@ class Batched(Parts):
       return [
           rows_lib.repeat(tensor, size) for tensor in structures.leaves(result)
       ]
-    kinds = tuple(isinstance(leaf, Broadcast) for leaf in leaves)
-    key = function, kinds
-    if key not in self._vectorised:
-      self._vectorised[key] = _vectorise(function, value, stacked, same)
-    return self._vectorised[key](*stacked, *same)
+    is_same = structures.map_leaves(
+        lambda leaf: isinstance(leaf, Broadcast), value
+    )
+    signature = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in stacked]
+    signature += [tf.TensorSpec(t.shape, t.dtype) for t in same]
+    key = tuple(structures.leaves(is_same)), tuple(signature)
+    if isinstance(function, graphs.ImportedGraph):
+      kept = function.vectorised
+    else:
+      kept = self._vectorised.setdefault(function, {})
+    if key not in kept:
+      kept[key] = _vectorise(function, is_same, signature)
+    return kept[key](*stacked, *same)
 
   def _map_in_loop(
       self, function: Function, value: Value, member: tff.Type, part: int
@@ -345,37 +356,31 @@ class Batched(Parts):
 
 
 def _vectorise(
-    function: Function,
-    value: Value,
-    stacked: list[tf.Tensor],
-    same: list[tf.Tensor],
+    function: Function, is_same: Value, signature: Sequence[tf.TensorSpec]
 ) -> Callable[..., list[tf.Tensor]]:
   """Makes a TensorFlow function of all clients of a function of one client.
 
   Args:
     function: A function of one client's value.
-    value: Its argument at the clients: a struct of leaves and of `Broadcast`s.
-    stacked: The tensors of all clients, stacked, for each leaf.
-    same: The tensor of each `Broadcast`.
+    is_same: A struct like that value. A leaf says whether it is the same at all
+      clients.
+    signature: The tensors of the leaves that differ, stacked over the clients,
+      and then those of the leaves that are the same.
 
   Returns:
-    A function of tensors like `stacked` and `same` that returns the results,
-    stacked.
+    A function of such tensors that returns the results, stacked.
   """
-  signature = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in stacked]
-  signature += [tf.TensorSpec(t.shape, t.dtype) for t in same]
+  kinds = structures.leaves(is_same)
+  num_stacked = kinds.count(False)
 
   @tf.function(input_signature=signature, autograph=False)
   def vectorised(*tensors: tf.Tensor) -> list[tf.Tensor]:
     def compute(rows: list[tf.Tensor]) -> list[tf.Tensor]:
-      of_client, of_all = iter(rows), iter(tensors[len(stacked) :])
-      leaves = [
-          next(of_all) if isinstance(leaf, Broadcast) else next(of_client)
-          for leaf in structures.leaves(value)
-      ]
+      of_client, of_all = iter(rows), iter(tensors[num_stacked:])
+      leaves = [next(of_all) if same else next(of_client) for same in kinds]
       write_nodes = getattr(function, 'write_nodes', function)
-      return structures.leaves(write_nodes(structures.pack(value, leaves)))
+      return structures.leaves(write_nodes(structures.pack(is_same, leaves)))
 
-    return converters.vectorized_map(compute, tensors[: len(stacked)])
+    return converters.vectorized_map(compute, tensors[:num_stacked])
 
   return vectorised.get_concrete_function()

@@ -16,6 +16,7 @@ import importlib
 import tensorflow as tf
 from tensorflow.python.ops.parallel_for import control_flow_ops
 
+from fednest_tff.runtime.compiler import loops
 from fednest_tff.structures import Value
 
 # The module has the name of a function in its package.
@@ -122,6 +123,8 @@ _CONVERTERS: dict[str, _Converter] = {
     **dict.fromkeys(_REDUCTIONS, _convert_reduction),
     'AddN': _convert_add_n,
     'SparseSoftmaxCrossEntropyWithLogits': _convert_sparse_cross_entropy,
+    'StatelessWhile': loops.convert_while,
+    'While': loops.convert_while,
     'TopKV2': _convert_top_k,
 }
 

@@ -8,7 +8,7 @@ The functions take and return TFF values: a tensor, the variant tensor of a
 dataset, or a `tff.structure.Struct` of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 import hashlib
 import re
 
@@ -240,6 +240,10 @@ class ImportedGraph:
 
   It is to be called inside a `tf.function`. If the computation has no argument,
   it takes `None`.
+
+  Attributes:
+    vectorised: Functions of many clients that were made of this one, kept here
+      by cohorts (`batched.py`), so that a later cohort need not make them.
   """
 
   def __init__(
@@ -263,6 +267,7 @@ class ImportedGraph:
       raise NotImplementedError(
           f'The in-process runtime runs TensorFlow computations, not {kind}.'
       )
+    self.vectorised: dict[Hashable, Callable[..., list[tf.Tensor]]] = {}
     proto = compiled.proto.tensorflow
     graph_def = tf.compat.v1.GraphDef()
     proto.graph_def.Unpack(graph_def)

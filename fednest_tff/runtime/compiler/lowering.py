@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff.runtime.compiler import graphs, placed, values
+from fednest_tff.runtime.compiler import placed, values
 from fednest_tff.runtime.compiler.broadcast import Function
 from fednest_tff.runtime.compiler.call_dominant import CallDominant
 from fednest_tff.runtime.compiler.cohort import Cohort
@@ -151,7 +151,10 @@ def evaluate_computation(
 
 
 def build_function(
-    computation: CallDominant, cohort: Cohort, server_device: str
+    computation: CallDominant,
+    cohort: Cohort,
+    server_device: str,
+    import_graph: ImportGraph,
 ) -> Callable[..., list[tf.Tensor]]:
   """Builds the TensorFlow function of a computation for one cohort.
 
@@ -159,12 +162,13 @@ def build_function(
     computation: The computation.
     cohort: The clients.
     server_device: The device for all that does not run at clients.
+    import_graph: Converts a compiled computation to a Python function. Those
+      that it has converted before need not be vectorised again.
 
   Returns:
     A concrete function. It takes the tensors of `placed.feed_tensors` and of
     the readings, and returns those that `placed.to_python` takes.
   """
-  import_graph = graphs.Importer()
   readings = computation.readings
   specs = placed.argument_specs(
       cohort, computation.type_signature.parameter, readings.unused

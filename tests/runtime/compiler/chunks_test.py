@@ -8,31 +8,6 @@ import tensorflow_federated as tff
 from fednest_tff.runtime import in_process
 from fednest_tff.runtime.compiler import chunks, cohort
 from tests.runtime.comparison import at_clients, run_in_process
-from tests.runtime.vectorised_test import (
-    ONE_BY_ONE,
-    assert_close,
-    build,
-    make_datasets,
-    run_epochs,
-)
-
-
-@pytest.fixture
-def small_chunks(monkeypatch):
-  """Two clients at a time, all results postponed where that is possible."""
-  monkeypatch.setattr(cohort, 'choose_chunk', lambda *_: 2)
-  monkeypatch.setattr(chunks, '_LARGE', 0)
-
-
-@pytest.mark.parametrize('unroll', [None, 0])
-@pytest.mark.parametrize('method', ['fednest', 'simfbo'])
-def test_numbers_of_methods(small_chunks, method, unroll):
-  process = build(method)
-  # Chunks that are full or not, two groups, and one client.
-  cohorts = [make_datasets(s) for s in ([3] * 5, [3, 2, 3, 3, 2], [2])]
-  runtime = in_process.InProcessRuntime(unroll=unroll)
-  found = run_epochs(runtime, process, cohorts)
-  assert_close(found, run_epochs(ONE_BY_ONE, process, cohorts), 1e-12)
 
 
 def tensorflow(*types):

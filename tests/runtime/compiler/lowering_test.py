@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff.runtime.compiler import call_dominant, lowering
+from fednest_tff.runtime.compiler import call_dominant, graphs, lowering
 from fednest_tff.runtime.compiler.unrolled import Unrolled
 from tests.runtime.comparison import (
     assert_like_native,
@@ -188,7 +188,10 @@ def test_unknown_building_block():
 
 def test_function_of_flat_tensors():
   function = lowering.build_function(
-      call_dominant.to_call_dominant(integers), Unrolled(2, [DEVICE]), DEVICE
+      call_dominant.to_call_dominant(integers),
+      Unrolled(2, [DEVICE]),
+      DEVICE,
+      graphs.Importer(),
   )
   found = function(tf.constant(5), tf.constant(6))
   # Each client's value, sum, minimum, maximum, and the two constants.
