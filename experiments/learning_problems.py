@@ -66,7 +66,7 @@ def _initialize(sizes: Sequence[int], seed: int, salt: int) -> list[dict]:
 
 
 def _dense(layer: dict, inputs: tf.Tensor) -> tf.Tensor:
-  return inputs @ layer['weight'] + layer['bias']
+  return tf.nn.bias_add(inputs @ layer['weight'], layer['bias'])
 
 
 def _hidden(layers: list[dict], inputs: tf.Tensor) -> tf.Tensor:

@@ -42,13 +42,17 @@ _OPTIONS = tracing_compilation.TracingOptions(
 )
 
 
-# Operations that are linear in each of two arguments, with their numbers.
-_BILINEAR = {
+# Operations that are linear in each of these arguments, and whose derivative in
+# the others is 0. TensorFlow's own derivative needs the operation's result, if
+# only for its shape, so that a gradient would be computed beside its tangent.
+_LINEAR = {
     'BatchMatMulV2': (0, 1),
+    'BiasAddGrad': (0,),
     'Conv2D': (0, 1),
     'Conv2DBackpropFilter': (0, 2),
     'Conv2DBackpropInput': (1, 2),
     'MatMul': (0, 1),
+    'ReluGrad': (0,),
 }
 
 
@@ -58,9 +62,12 @@ def _is_zero(tangent: tf.Tensor | None) -> bool:
     return True
   if tf.executing_eagerly():  # It is not known, and there is little to save.
     return False
-  if tangent.op.type == 'Const':
+  operation = tangent.op
+  if operation.type == 'Fill':  # What TensorFlow writes for many zeros.
+    return not np.any(tf.get_static_value(operation.inputs[1]))
+  if operation.type == 'Const':
     return not np.any(tf.get_static_value(tangent))
-  return tangent.op.type == 'ZerosLike'
+  return operation.type == 'ZerosLike'
 
 
 def _product_rule(
@@ -69,7 +76,7 @@ def _product_rule(
     inputs: Sequence[tf.Tensor],
     tangents: Sequence[tf.Tensor | None],
 ) -> list[tf.Tensor]:
-  """The derivative of a product: of each factor that moves, times the other."""
+  """The sum over the arguments that move, each replaced by its tangent."""
   definition = op_def_registry.get(operation)
   types = {a.name for a in definition.attr if a.type == 'type'}
   pairs = zip(attributes[::2], attributes[1::2], strict=True)
@@ -80,7 +87,7 @@ def _product_rule(
   }
   names = [argument.name for argument in definition.input_arg]
   terms = []
-  for k in _BILINEAR[operation]:
+  for k in _LINEAR[operation]:
     if not _is_zero(tangents[k]):
       factors = dict(zip(names, inputs, strict=True)) | {names[k]: tangents[k]}
       terms.append(getattr(tf.raw_ops, operation)(**factors, **options))
@@ -102,7 +109,7 @@ def _derivative(
     use_batch: bool = False,
 ) -> Sequence[tf.Tensor | None]:
   """The derivatives of an operation's outputs along `tangents`."""
-  moving = [not _is_zero(tangents[k]) for k in _BILINEAR.get(operation, ())]
+  moving = [not _is_zero(tangents[k]) for k in _LINEAR.get(operation, ())]
   if any(moving) and not use_batch:
     return _product_rule(operation, attributes, inputs, tangents)
   arguments = operation, attributes, inputs, outputs, tangents, use_batch

@@ -145,9 +145,33 @@ def test_nothing_is_multiplied_by_zeros(num_images):
   np.testing.assert_allclose(function(*arrays), image.T @ (2 * mask))
 
 
-@pytest.mark.parametrize('operation', sorted(forward._BILINEAR))
+def test_nothing_is_multiplied_by_many_zeros():
+  """TensorFlow writes those of a large matrix in another way."""
+
+  @tf.function(autograph=False)
+  def mixed(x, y):
+    def loss(x, y):
+      features = tf.nn.relu(tf.nn.relu(x[0]) @ x[1])
+      return tf.reduce_sum(features @ y**2)
+
+    return derivatives.mixed_product(loss, x, y, tf.ones_like(y))
+
+  x = tf.ones([2, 40]), tf.ones([40, 30])
+  y = tf.ones([30, 5])
+  nodes = mixed.get_concrete_function(x, y).graph.as_graph_def().node
+  factors = {
+      name for node in nodes if node.op == 'MatMul' for name in node.input
+  }
+  assert len(factors) > 4 and not [name for name in factors if 'zeros' in name]
+  # d/dy <d/dx loss, 1> = 2 y, summed over the 5 columns: 10 for each feature.
+  found = mixed(x, y)
+  np.testing.assert_allclose(found[1], np.full([40, 30], 2 * 10))
+  np.testing.assert_allclose(found[0], np.full([2, 40], 30 * 10))
+
+
+@pytest.mark.parametrize('operation', sorted(forward._LINEAR))
 def test_product_rule(operation):
-  """Both factors move, or one of them; against TensorFlow's own."""
+  """Both arguments move, or one of them; against TensorFlow's own."""
   rng = np.random.default_rng(1)
 
   def draw(*shape):
@@ -162,6 +186,10 @@ def test_product_rule(operation):
       ),
       'BatchMatMulV2': (
           lambda a, b: run(x=a, y=b, adj_x=True), draw(5, 4, 3), draw(4, 2)
+      ),
+      'BiasAddGrad': (lambda a, _: run(out_backprop=a), draw(3, 4), draw(2)),
+      'ReluGrad': (
+          lambda a, b: run(gradients=a, features=b), draw(3, 4), draw(3, 4)
       ),
       'Conv2D': (lambda a, b: run(input=a, filter=b, **options), image, kernel),
       'Conv2DBackpropFilter': (
@@ -181,7 +209,8 @@ def test_product_rule(operation):
   @tf.function(autograph=False)
   def both():
     found = []
-    for which in ([0], [1], [0, 1]):
+    one_each = [[k] for k in range(len(forward._LINEAR[operation]))]
+    for which in (*one_each, [0, 1]):
       for kind in (forward.accumulator, tf.autodiff.ForwardAccumulator):
         points = [tf.identity(a), tf.identity(b)]
         with kind(

@@ -13,6 +13,7 @@ it does not apply.
 from collections.abc import Callable, Iterable, Sequence
 import importlib
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.parallel_for import control_flow_ops
 
@@ -118,10 +119,89 @@ def _convert_top_k(pfor_input: Value) -> Value:
   return [pfor.wrap(t, True) for t in _create(pfor_input, [rows, k])]
 
 
+def _convert_shape(pfor_input: Value) -> Value:
+  """Writes a shape that is known as a constant."""
+  tensor = pfor_input.op.inputs[0]
+  if tensor.dtype == tf.variant or not tensor.shape.is_fully_defined():
+    return _by_tensorflow(pfor_input)
+  dtype = pfor_input.op.outputs[0].dtype
+  return pfor.wrap(tf.constant(tensor.shape.as_list(), dtype), False)
+
+
+def _convert_expand_dims(pfor_input: Value) -> Value:
+  """Counts an axis that is known from the second one on."""
+  tensor, is_stacked, _ = pfor_input.input(0)
+  axis = tf.get_static_value(pfor_input.op.inputs[1])
+  if not is_stacked or axis is None or np.size(axis) != 1:
+    return _by_tensorflow(pfor_input)
+  axis = int(np.reshape(axis, []))
+  return pfor.wrap(tf.expand_dims(tensor, axis + (axis >= 0)), True)
+
+
+def _convert_matmul(pfor_input: Value) -> Value:
+  """Multiplies the rows of all clients with one shared matrix at once."""
+  a, a_is_stacked, _ = pfor_input.input(0)
+  b, b_is_stacked, _ = pfor_input.input(1)
+  rows, columns = pfor_input.op.outputs[0].shape
+  if (
+      not a_is_stacked
+      or b_is_stacked
+      or pfor_input.get_attr('transpose_a')
+      or a.shape[-1] is None
+      or columns is None
+  ):
+    return _by_tensorflow(pfor_input)
+  (product,) = _create(pfor_input, [tf.reshape(a, [-1, a.shape[-1]]), b])
+  if rows is None:
+    shape = tf.concat([tf.shape(a)[:-1], [columns]], axis=0)
+  else:
+    shape = [-1, rows, columns]
+  return pfor.wrap(tf.reshape(product, shape), True)
+
+
+def _convert_batch_matmul(pfor_input: Value) -> Value:
+  """Takes the clients as one more axis of a batch."""
+  ranks = {tensor.shape.rank for tensor in pfor_input.op.inputs}
+  if len(ranks) > 1 or None in ranks:
+    return _by_tensorflow(pfor_input)
+  inputs = [tensor for tensor, _, _ in pfor_input.inputs]
+  return pfor.wrap(_create(pfor_input, inputs)[0], True)
+
+
+def _convert_bias_add(pfor_input: Value) -> Value:
+  """Adds each client's bias to its rows."""
+  tensor, _, _ = pfor_input.input(0)
+  bias, bias_is_stacked, _ = pfor_input.input(1)
+  rank = pfor_input.op.inputs[0].shape.rank
+  if (
+      not bias_is_stacked
+      or rank is None
+      or pfor_input.get_attr('data_format') != b'NHWC'
+  ):
+    return _by_tensorflow(pfor_input)
+  axes = [tf.newaxis] * (rank - 1)
+  return pfor.wrap(tensor + bias[(slice(None), *axes, slice(None))], True)
+
+
+def _convert_bias_add_grad(pfor_input: Value) -> Value:
+  """Sums over all axes but the clients and the last one."""
+  tensor = pfor_input.stacked_input(0)
+  rank = pfor_input.op.inputs[0].shape.rank
+  if rank is None or pfor_input.get_attr('data_format') != b'NHWC':
+    return _by_tensorflow(pfor_input)
+  return pfor.wrap(tf.reduce_sum(tensor, axis=list(range(1, rank))), True)
+
+
 _CONVERTERS: dict[str, _Converter] = {
     **dict.fromkeys(_ELEMENTWISE, _convert_elementwise),
     **dict.fromkeys(_REDUCTIONS, _convert_reduction),
     'AddN': _convert_add_n,
+    'BatchMatMulV2': _convert_batch_matmul,
+    'BiasAdd': _convert_bias_add,
+    'BiasAddGrad': _convert_bias_add_grad,
+    'ExpandDims': _convert_expand_dims,
+    'MatMul': _convert_matmul,
+    'Shape': _convert_shape,
     'SparseSoftmaxCrossEntropyWithLogits': _convert_sparse_cross_entropy,
     'StatelessWhile': loops.convert_while,
     'While': loops.convert_while,

@@ -12,6 +12,8 @@ B = RNG.normal(size=(4, 2)).astype(np.float32)
 C = RNG.normal(size=(4, 1)).astype(np.float32)
 S = RNG.normal(size=4).astype(np.float32)
 SHARED = RNG.normal(size=(3, 2)).astype(np.float32)
+D = RNG.normal(size=(4, 3, 2, 5)).astype(np.float32)
+E = RNG.normal(size=(4, 3, 5, 2)).astype(np.float32)
 LABELS = np.array([[0, 1, 1]] * 4, np.int32)
 
 
@@ -21,6 +23,13 @@ def _bias_gradient(a, b):
   with tf.GradientTape() as tape:
     tape.watch(b)
     value = (a + b) ** 2
+  return tape.gradient(value, b)
+
+
+def _gradient_of_bias_add(a, b):
+  with tf.GradientTape() as tape:
+    tape.watch(b)
+    value = tf.nn.bias_add(a, b) ** 2
   return tape.gradient(value, b)
 
 
@@ -52,6 +61,29 @@ CASES = {
         lambda a: tf.nn.sparse_softmax_cross_entropy_with_logits(LABELS[0], a),
         [A],
     ),
+    'a known shape': (lambda a: tf.shape(a * 2) + tf.rank(a), [A]),
+    'a new axis': (lambda a: tf.expand_dims(a, 1), [A]),
+    'a new first axis': (lambda a: tf.expand_dims(a, 0), [A]),
+    'a new last axis': (lambda a: tf.expand_dims(a, -1), [A]),
+    'rows by a shared matrix': (
+        lambda a: tf.matmul(a, SHARED, transpose_b=True), [A]
+    ),
+    'columns by a shared matrix': (
+        lambda a: tf.matmul(a, SHARED, transpose_a=True), [A]
+    ),
+    'a shared matrix by columns': (
+        lambda a: tf.matmul(SHARED, a, transpose_a=True), [A]
+    ),
+    'some rows by a shared matrix': (
+        lambda a: tf.boolean_mask(a, a[:, 0] > -10) @ SHARED[:2], [A]
+    ),
+    'two matrices': (lambda a: tf.matmul(a, a, transpose_b=True), [A]),
+    'batches of matrices': (lambda d, e: d @ e, [D, E]),
+    'batches by shared ones': (lambda d: d @ E[0], [D]),
+    'a bias': (lambda a, b: tf.nn.bias_add(a, b), [A, B]),
+    'a shared bias': (lambda a: tf.nn.bias_add(a, SHARED[0]), [A]),
+    'a bias of shared rows': (lambda b: tf.nn.bias_add(SHARED, b), [B]),
+    'gradient of a bias': (_gradient_of_bias_add, [A, B]),
     'a loop': (
         lambda a, s: tf.while_loop(
             lambda i, _: i < 3, lambda i, v: (i + 1, v * s + a[i]),
