@@ -66,13 +66,13 @@ def test_chunks_by_memory():
       tff.FederatedType((np.float32, [2**18]), tff.SERVER),
       at_clients(tff.SequenceType(np.float32)),
   ])
-  # A client has read 1 MiB and receives 1 MiB: 64 of them are 128 MiB.
+  # A client has read 1 MiB and receives 1 MiB: 256 of them are 512 MiB.
   read = [[[tf.zeros([2**18])]] * 300]
   assert cohort.choose_chunk(types, read, 300) == 32
-  assert cohort.choose_chunk(types, read, 65) == 32
-  assert cohort.choose_chunk(types, read, 64) is None
+  assert cohort.choose_chunk(types, read, 257) == 32
+  assert cohort.choose_chunk(types, read, 256) is None
   # A power of two, also if nearly twice as many would do.
-  assert cohort.choose_chunk(types, [[[tf.zeros([1])]] * 300], 300) == 32
+  assert cohort.choose_chunk(types, [[[tf.zeros([1])]] * 600], 600) == 32
   assert cohort.choose_chunk(types[1], [], 300) is None
   assert cohort.choose_chunk(None, [], 0) is None
 
