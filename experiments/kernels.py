@@ -30,7 +30,9 @@ def count_operations(function: Callable[[], object]) -> collections.Counter:
   """Counts the operations that a call executes in this process, by type.
 
   An operation in a loop counts as often as it is executed. Operations that only
-  pass tensors on, or call others, are left out. TensorFlow takes a time to
+  pass tensors on, or call others, are left out. Those that TensorFlow leaves to
+  oneDNN, as it does by default on processors with instructions for it, count
+  under the names that they have elsewhere. TensorFlow takes a time to
   digest its trace that grows with the square of the graph: seconds for an epoch
   of a few thousand operations, minutes for one of some ten thousand.
 
@@ -63,10 +65,15 @@ def count_operations(function: Callable[[], object]) -> collections.Counter:
         event_type = plane.event_metadata[event.metadata_id]
         shown = event_type.display_name
         if event_type.name.endswith(f':{shown}') and shown:
-          counts[shown] += 1
+          counts[_without_library(shown)] += 1
   for name in _BOOKKEEPING:
     counts.pop(name, None)
   return counts
+
+
+def _without_library(name: str) -> str:
+  """'MatMul' of '_MklMatMul' and '_MklNativeMatMul', which are oneDNN's."""
+  return name.removeprefix('_Mkl').removeprefix('Native')
 
 
 def count_flops(

@@ -13,6 +13,7 @@ import threading
 import time
 
 from tests.chaos import campaign
+from tests.helpers import killable
 
 
 def main() -> int:
@@ -28,15 +29,17 @@ def main() -> int:
   end = begin + 60 * chosen.minutes
 
   def work(k):
+    launcher = killable.Launcher()
     worker = campaign.Worker(
         pathlib.Path(root) / str(k),
         1000 * chosen.seed + k,
         counts,
+        launcher,
         chosen.quick,
     )
     while time.monotonic() < end:
       worker.step()
-    worker.close()
+    launcher.close()
 
   with tempfile.TemporaryDirectory(prefix='chaos-') as root:
     threads = [

@@ -14,7 +14,6 @@ import threading
 import time
 
 from tests.chaos import damage
-from tests.helpers import killable
 from tests.helpers.killable import without_seconds
 
 _SECONDS_TO_END = 300
@@ -78,21 +77,21 @@ class Counts:
 
 
 class Worker:
-  """One thread's part of the campaign, with a launcher and draws of its own."""
+  """One thread's part of the campaign, with a launcher and draws of its own.
 
-  def __init__(self, root, seed, counts, quick=False):
+  The launcher is left open.
+  """
+
+  def __init__(self, root, seed, counts, launcher, quick=False):
     self._quick = quick
     self._root = pathlib.Path(root)
     self._seed = seed
     self._rng = random.Random(seed)
     self._counts = counts
-    self._launcher = killable.Launcher()
+    self._launcher = launcher
     self._references = {}
     self._number = 0
     self._log = None
-
-  def close(self):
-    self._launcher.close()
 
   def _folder(self, name):
     self._number += 1

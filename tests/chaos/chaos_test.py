@@ -18,31 +18,25 @@ def test_bad_arguments():
   assert inputs.fuzz_api(seed=0, count=40) >= 40
 
 
-def test_damaged_files_signals_and_kills(tmp_path):
+def test_damaged_files_signals_and_kills(launcher, tmp_path):
   counts = campaign.Counts()
-  worker = campaign.Worker(tmp_path, 7, counts, quick=True)
-  try:
-    for _ in range(DAMAGES):
-      worker.damage()
-    worker.kill()
-    worker.signal()
-    worker.full_disk()
-  finally:
-    worker.close()
+  worker = campaign.Worker(tmp_path, 7, counts, launcher, quick=True)
+  for _ in range(DAMAGES):
+    worker.damage()
+  worker.kill()
+  worker.signal()
+  worker.full_disk()
   assert counts.done['damaged files'] == DAMAGES
   assert counts.done['signals'] == counts.done['full disks'] == 1
   assert not counts.findings
 
 
-def test_campaign_sees_a_difference(tmp_path):
+def test_campaign_sees_a_difference(launcher, tmp_path):
   """Or else it would find nothing, whatever happens."""
   counts = campaign.Counts()
-  worker = campaign.Worker(tmp_path, 8, counts, quick=True)
-  try:
-    key = 'minimax', 'fedavg_s'
-    directory, reference = worker._reference(*key)
-    worker._references[key] = directory, reference[:-2]
-    with pytest.raises(campaign.FindingError, match='another result'):
-      worker.full_disk()
-  finally:
-    worker.close()
+  worker = campaign.Worker(tmp_path, 8, counts, launcher, quick=True)
+  key = 'minimax', 'fedavg_s'
+  directory, reference = worker._reference(*key)
+  worker._references[key] = directory, reference[:-2]
+  with pytest.raises(campaign.FindingError, match='another result'):
+    worker.full_disk()

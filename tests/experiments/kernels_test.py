@@ -33,6 +33,13 @@ def test_every_execution_counts(calls):
   assert counts.total() == 38
 
 
+@pytest.mark.parametrize(
+    'name', ['MatMul', '_MklMatMul', '_MklNativeMatMul']
+)
+def test_operations_of_one_dnn_have_their_usual_names(name):
+  assert kernels._without_library(name) == 'MatMul'
+
+
 def test_nothing_is_executed():
   assert kernels.count_operations(lambda: None).total() == 0
 

@@ -1,6 +1,5 @@
 """A run that is killed and started again ends as if nothing had happened."""
 
-import concurrent.futures
 import os
 import random
 import re
@@ -10,7 +9,6 @@ import time
 import psutil
 import pytest
 
-from tests.helpers import killable
 from tests.helpers.killable import without_seconds
 
 # Steps are short, so that many fit between two kills.
@@ -27,14 +25,6 @@ SEVERAL = [
 KILLS = 10  # of each
 
 
-@pytest.fixture(scope='module')
-def launchers(launcher):
-  """Two, since there are two cores."""
-  second = killable.Launcher()
-  yield launcher, second
-  second.close()
-
-
 def column(path, name):
   if not path.exists():
     return []
@@ -48,30 +38,28 @@ def in_directory(command, directory):
   return [*command, f'--output_dir={directory}']
 
 
+def run_undisturbed(launcher, command, directory):
+  """The metrics of a run that nobody interrupts, and the seconds it takes."""
+  log = directory / 'log.txt'
+  begin = time.monotonic()
+  code = launcher.run(in_directory(command, directory / 'run'), log)
+  assert code == 0, log.read_text()
+  seconds = time.monotonic() - begin
+  return without_seconds(directory / 'run' / 'metrics.csv'), seconds
+
+
 @pytest.fixture(scope='module')
-def references(launchers, tmp_path_factory):
-  """Metrics of runs that nobody interrupted."""
-  root = tmp_path_factory.mktemp('reference')
-
-  def run(launcher, command, name):
-    directory = root / name
-    log = root / f'{name}.txt'
-    code = launcher.run(in_directory(command, directory), log)
-    assert code == 0, log.read_text()
-    return without_seconds(directory / 'metrics.csv')
-
-  with concurrent.futures.ThreadPoolExecutor() as pool:
-    one = pool.submit(run, launchers[0], RUN, 'one')
-    several = pool.submit(run, launchers[1], SEVERAL, 'several')
-    found = one.result(), several.result()
+def undisturbed(launcher, tmp_path_factory):
+  launcher.run(['minimax', '--help'], os.devnull)  # Its start does not count.
+  directory = tmp_path_factory.mktemp('reference')
+  found = run_undisturbed(launcher, RUN, directory)
   assert len(found[0]) == 1 + 30 + 1
-  assert len(found[1]) == 1 + 2 * 10 + 1
   return found
 
 
 @pytest.fixture(scope='module')
-def reference(references):
-  return references[0]
+def reference(undisturbed):
+  return undisturbed[0]
 
 
 def leftovers(directory):
@@ -90,12 +78,13 @@ def num_rows(directory):
   )
 
 
-def kill_at_random(launcher, command, reference, parent, seed):
-  """Kills runs `KILLS` times; each that ends must equal the reference.
+def kill_at_random(launcher, command, undisturbed, parent, seed):
+  """Kills runs `KILLS` times; each that ends must equal the undisturbed one.
 
   A run that ends before it is killed is followed by another in a new
   directory, so that a fast machine sees as many kills as a slow one.
   """
+  reference, seconds = undisturbed
   rng = random.Random(seed)
   log = parent / 'log.txt'
   kills = runs = 0
@@ -109,7 +98,7 @@ def kill_at_random(launcher, command, reference, parent, seed):
     child = launcher.start(in_directory(command, directory), log)
     begin = time.monotonic()
     if kills % 2:
-      time.sleep(rng.uniform(0, 3))
+      time.sleep(rng.uniform(0, seconds))
     else:
       # Not before it has got somewhere, or else it would never end.
       rows, more = num_rows(directory), rng.randint(2, 5)
@@ -135,15 +124,17 @@ def kill_at_random(launcher, command, reference, parent, seed):
   assert 'Traceback' not in log.read_text()
 
 
-def test_killed_at_random_moments(launchers, references, tmp_path):
-  parents = [tmp_path / 'one', tmp_path / 'several']
-  for parent in parents:
-    parent.mkdir()
-  with concurrent.futures.ThreadPoolExecutor() as pool:
-    found = pool.map(
-        kill_at_random, launchers, [RUN, SEVERAL], references, parents, (0, 1)
-    )
-    assert len(list(found)) == 2
+def test_killed_at_random_moments(launcher, undisturbed, tmp_path):
+  kill_at_random(launcher, RUN, undisturbed, tmp_path, 0)
+
+
+def test_several_runs_killed_at_random_moments(
+    launcher, tmp_path, tmp_path_factory
+):
+  directory = tmp_path_factory.mktemp('several')
+  undisturbed = run_undisturbed(launcher, SEVERAL, directory)
+  assert len(undisturbed[0]) == 1 + 2 * 10 + 1
+  kill_at_random(launcher, SEVERAL, undisturbed, tmp_path, 1)
 
 
 def test_killed_while_writing(launcher, reference, tmp_path):

@@ -9,19 +9,10 @@ import time
 
 import pytest
 
-from tests.helpers import killable
-
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = ['minimax', '--num_clients=2', '--dimension=2', '--method=fedavg_s']
 STEPS = [*RUN, '--nocompiled', '--epochs=3']
 COMPILED = [*RUN, '--epochs=2']
-
-
-@pytest.fixture(scope='module')
-def launcher():
-  found = killable.Launcher()
-  yield found
-  found.close()
 
 
 def wait_until(condition):

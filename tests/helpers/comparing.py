@@ -1,13 +1,7 @@
-"""A small comparison that can be killed: `python -m tests.helpers.comparing`.
-
-Arguments: the output directory, and how many epochs the process lives.
-"""
+"""A small comparison that can be killed."""
 
 import os
 import signal
-import sys
-
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 from experiments import contests
 import fednest_tff
@@ -47,6 +41,7 @@ def compare(directory, methods=('simfbo', 'simfbo_v0'), epochs=None, plan=PLAN):
   )
 
 
-if __name__ == '__main__':
+def compare_and_die(directory, epochs):
+  """For a process of its own, which lives for so many epochs."""
   fednest_tff.use_runtime('in_process', compiled=False)
-  compare(sys.argv[1], ['simfbo'], int(sys.argv[2]))
+  compare(directory, ['simfbo'], epochs)

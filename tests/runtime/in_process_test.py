@@ -2,10 +2,7 @@
 
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ import tensorflow_federated as tff
 
 import fednest_tff
 from fednest_tff.runtime import in_process
-from tests.helpers import quadratic
+from tests.helpers import quadratic, small_problems
 from tests.runtime.comparison import (
     assert_like_native,
     at_clients,
@@ -85,24 +82,6 @@ def _algorithms():
       'MimeLite': lambda: build.build_weighted_mime_lite(
           _keras, adam(0.1), sgd(1.0)
       ),
-      'robust': lambda: build.build_weighted_fed_avg(
-          _functional(), sgd(0.1), sgd(1.0),
-          model_aggregator=learning.robust_aggregator(),
-      ),
-      'DP': lambda: build.build_unweighted_fed_avg(
-          _functional(), sgd(0.1), sgd(1.0),
-          model_aggregator=learning.dp_aggregator(0.0, 3),
-      ),
-      'compression': lambda: build.build_weighted_fed_avg(
-          _functional(), sgd(0.1), sgd(1.0),
-          model_aggregator=learning.compression_aggregator(),
-      ),
-      'debug measurements': lambda: build.build_weighted_fed_avg(
-          _functional(), sgd(0.1), sgd(1.0),
-          model_aggregator=learning.add_debug_measurements(
-              learning.robust_aggregator()
-          ),
-      ),
       'evaluation': lambda: build.build_fed_eval(_keras),
   }
 
@@ -122,6 +101,40 @@ def test_learning_algorithms(name):
       output = process.next(state, _datasets())
       state = output.state
     return output
+
+  assert_like_native(two_rounds)
+
+
+AGGREGATORS = {
+    'robust': tff.learning.robust_aggregator,
+    'DP': lambda: tff.learning.dp_aggregator(0.0, 3),
+    'compression': tff.learning.compression_aggregator,
+    'debug measurements': lambda: tff.learning.add_debug_measurements(
+        tff.learning.robust_aggregator()
+    ),
+}
+
+
+@pytest.mark.parametrize('name', list(AGGREGATORS))
+def test_aggregators_of_learning_algorithms(name):
+  """What a federated average around them would do with clients' updates."""
+  factory = AGGREGATORS[name]()
+  member = tff.types.to_type([(np.float32, [4, 3]), (np.float32, [3])])
+  rng = np.random.default_rng(0)
+  updates = [
+      [np.float32(rng.normal(size=[4, 3])), np.float32(rng.normal(size=[3]))]
+      for _ in range(3)
+  ]
+  if isinstance(factory, tff.aggregators.WeightedAggregationFactory):
+    process = factory.create(member, tff.TensorType(np.float32))
+    clients = updates, [5.0, 7.0, 4.0]
+  else:
+    process = factory.create(member)
+    clients = (updates,)
+
+  def two_rounds():
+    output = process.next(process.initialize(), *clients)
+    return process.next(output.state, *clients)
 
   assert_like_native(two_rounds)
 
@@ -192,7 +205,7 @@ def test_equal_processes_share_a_compiled_function(monkeypatch):
   # TensorFlow relaxes the shapes of a JVP from its 33rd trace on. The library
   # counts anew for every product, or else the second graph would differ.
   monkeypatch.setattr(forwardprop, '_TRACE_COUNT_LIMIT', 2)
-  runtime = in_process.InProcessRuntime()
+  runtime = in_process.InProcessRuntime(unroll=2)
   clients = CLIENT_DATA[:2]
   for seed in (0, 1):
     process = _small_process(seed, 1)
@@ -225,10 +238,17 @@ def test_what_was_compiled_can_be_forgotten():
 
 def test_ragged_clients_do_not_compile_again():
   runtime = in_process.InProcessRuntime()
-  process = _small_process(0, 1)
+  process = fednest_tff.build(
+      small_problems.single_level(), outer_learning_rate=0.1, batch_size=1
+  )
   state = run_in_process(runtime, process.initialize)
   for examples in ((1, 2), (3, 5), (4, 4)):
-    data = quadratic.to_datasets(quadratic.make_clients(2, examples))
+    data = [
+        tf.data.Dataset.from_tensor_slices(
+            dict(a=np.ones([n, 2], np.float32), b=np.arange(n))
+        )
+        for n in examples
+    ]
     run_in_process(runtime, lambda d=data: process.next(state, d))
   # The initial point, one for two groups of equal clients, and one for one.
   assert runtime.num_functions == 3
@@ -270,50 +290,21 @@ def test_unknown_device_is_one_line_with_those_there_are():
     fednest_tff.use_runtime('gpu')
 
 
-_TWO_DEVICES = """
-import json
-import tensorflow as tf
-cpu = tf.config.list_physical_devices('CPU')[0]
-two = [tf.config.LogicalDeviceConfiguration()] * 2
-tf.config.set_logical_device_configuration(cpu, two)
-tf.debugging.set_log_device_placement(True)
-from fednest_tff.runtime import in_process
-from tests.runtime import comparison, in_process_test
-process = in_process_test._small_process(0, 1)
-clients = in_process_test.CLIENT_DATA[:2]
-for unroll in (100, 0):
-  for devices in (['CPU:0'], ['CPU:0', 'CPU:1']):
-    runtime = in_process.InProcessRuntime(devices=devices, unroll=unroll)
-    print('RUN', unroll, devices, flush=True)
-    output = comparison.run_in_process(
-        runtime, lambda: in_process_test._epochs(process, 2, clients)
-    )
-    found = output.state.outer.tolist() + output.state.inner.tolist()
-    print('RESULT', json.dumps(found), flush=True)
-"""
-
-
-def test_clients_are_spread_over_two_devices():
+def test_clients_are_spread_over_two_devices(launcher, tmp_path):
   """By the device of each executed matrix product, and with equal numbers."""
-  done = subprocess.run(
-      [sys.executable, '-c', _TWO_DEVICES],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-      timeout=200,
-      env=os.environ | {'TF_CPP_MIN_LOG_LEVEL': '0'},
-      check=False,
-  )
-  assert done.returncode == 0, done.stdout[-2000:]
-  found = list(map(json.loads, re.findall(r'RESULT (.*)', done.stdout)))
+  log = tmp_path / 'log.txt'
+  launcher.call('tests.helpers.two_devices:run', [], log)
+  code = launcher.wait()
+  printed = log.read_text()
+  assert code == 0, printed[-2000:]
+  found = json.loads(printed.splitlines()[-1])
   assert len(found) == 4
   for other in found[1:]:
     np.testing.assert_allclose(found[0], other, rtol=1e-12)
-  logs = done.stdout.split('RUN')[1:]
+  logs = printed.split('RUN')[1:]
 
   def devices_of(log):
-    """Devices of the executed products: einsum and matrix products."""
-    return set(re.findall(r'(?:Einsum|MatMul)\S*.*device:(CPU:\d)', log))
+    return set(re.findall(r'MatMul\S*.*device:(CPU:\d)', log))
 
   for single, double in (logs[:2], logs[2:]):
     assert devices_of(single) == {'CPU:0'}

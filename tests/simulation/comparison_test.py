@@ -3,8 +3,6 @@
 import csv
 import json
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -99,15 +97,16 @@ def test_other_tuning_is_refused(compared):
     comparing.compare(directory, plan=comparing.PLAN._replace(budget=5))
 
 
-def test_killed_in_a_trial_it_ends_like_one_that_was_not(compared, tmp_path):
+def test_killed_in_a_trial_it_ends_like_one_that_was_not(
+    compared, launcher, tmp_path, tmp_path_factory
+):
   outcomes, whole = compared
   # Two epochs are counted; it dies in the second trial.
-  killed = subprocess.run(
-      [sys.executable, '-m', 'tests.helpers.comparing', str(tmp_path), '5'],
-      capture_output=True,
-      timeout=250,
+  log = tmp_path_factory.mktemp('log') / 'log.txt'
+  launcher.call(
+      'tests.helpers.comparing:compare_and_die', [str(tmp_path), 5], log
   )
-  assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+  assert launcher.wait() == -signal.SIGKILL, log.read_text()[-2000:]
   before = sorted(p.name for p in (tmp_path / 'runs').iterdir())
   assert before == ['simfbo-trial000', 'simfbo-trial001']
   assert not (tmp_path / 'leaderboard.csv').exists()
