@@ -108,7 +108,7 @@ def test_steps_equal_numpy(process):
       np.testing.assert_allclose(output.metrics[name], value, rtol=1e-10)
 
 
-def test_it_solves_the_problem(process):
+def test_it_solves_the_problem(process, compiled):
   state = processes.run(process, DATASETS, 400).state
   x, y = FORM.solution()
   np.testing.assert_allclose(state.outer, x, atol=1e-6)

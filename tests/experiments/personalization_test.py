@@ -196,7 +196,7 @@ def test_clients_are_judged_with_the_shared_head_and_their_own():
 def test_binary(tmp_path, capfd):
   methods = ['personal', 'lfednest', 'fedrecon']
   chosen = dict(
-      method=methods, epochs=12, epochs_per_evaluation=6, compiled=False,
+      method=methods, epochs=8, epochs_per_evaluation=4, compiled=False,
       clients_per_round=5, hidden=['30'],
   )
   assert _run(tmp_path, **chosen) == 0
@@ -209,7 +209,7 @@ def test_binary(tmp_path, capfd):
         str(tmp_path / 'runs' / f'{method}-seed0' / 'metrics.csv')
     )
     assert [row['communication_rounds'] for row in rows] == [
-        k * rounds[method] for k in range(1, 13)
+        k * rounds[method] for k in range(1, 9)
     ]
     for name in ACCURACIES:
       values = [row[name] for row in rows if name in row]

@@ -170,7 +170,7 @@ def test_step_sizes_and_terms_of_every_kind(kind, calls, monkeypatch):
   )
 
 
-def test_bilevel_epochs_are_those_of_their_k():
+def test_bilevel_epochs_are_those_of_their_k(in_process):
   """Two epochs of exact clients, by hand; N' may be any."""
   case = Quadratics(num_clients=2, num_examples=1, noise=0.0, lanes=2)
   process, terms = theory.build_slopes_process(case, 'bilevel', 16)
