@@ -46,12 +46,16 @@ _PER_EVALUATION = flags.DEFINE_integer(
 _TARGET = flags.DEFINE_float(
     'target', None, 'Value of the metric whose cost is told.'
 )
+_DECAY = flags.DEFINE_boolean(
+    'decay', False,
+    'Let the steps of all methods fall to 0 in the second half of the rounds.',
+)
 # Flags of the experiments that may be chosen here.
 _CHOOSABLE = (
     'dataset', 'data_dir', 'partition', 'dirichlet_alpha', 'num_clients',
     'clients_per_round', 'wrong_labels', 'wrong_labels_seed', 'imbalance',
-    'batch_size', 'local_steps', 'hidden', 'runtime', 'compiled', 'unroll',
-    'devices',
+    'batch_size', 'local_steps', 'hidden', 'inner_fraction', 'runtime',
+    'compiled', 'unroll', 'devices',
 )
 # Settings of the experiments that a comparison has its own for.
 _REPLACED = (
@@ -99,11 +103,14 @@ def _compare(given: settings_lib.Flags) -> None:
       for key, value in vars(settings).items()
       if key not in _REPLACED
   }
+  plan = _plan(given)
+  if _DECAY.value:  # The steps depend on the rounds, which may not grow then.
+    decisive['decay'] = plan.rounds
   try:
     simulation.compare(
-        contests.contest(preset, settings),
+        contests.contest(preset, settings, plan if _DECAY.value else None),
         chosen,
-        _plan(given),
+        plan,
         output_dir,
         settings={'experiment': 'compare', 'problem': name, **decisive},
         about=program.about(),
@@ -125,6 +132,8 @@ def _described(settings: settings_lib.Settings) -> list[str]:
       found.append(str(value))
   size = getattr(settings, 'clients_per_round', None)
   found.append(f'{size} clients per round' if size else 'clients by default')
+  if _DECAY.value:
+    found.append('steps fall to 0 in the second half')
   return found
 
 
@@ -152,7 +161,7 @@ def define_flags() -> list[str]:
           flag.name
           for flag in (
               _METHODS, _ROUNDS, _TUNING_ROUNDS, _BUDGET, _PER_EVALUATION,
-              _TARGET,
+              _TARGET, _DECAY,
           )
       ),
   ]

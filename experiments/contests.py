@@ -23,8 +23,10 @@ from experiments.closed_form import Case
 from experiments.experiment import Experiment
 from experiments.reproduce import quadratics
 from experiments.settings import COMMON, Flags, Settings
+import fednest_tff
 from fednest_tff import registry, simulation
 from fednest_tff.simulation import Curve, Entry, Range, StepRanges
+from fednest_tff.simulation.tuned_runs import epochs_of
 
 # Alternating methods spend their rounds on epochs, not on the series.
 _ALTERNATING: Flags = dict(
@@ -232,8 +234,20 @@ def _with(settings: Settings, **changes: object) -> Settings:
   return Settings(**(vars(settings) | changes))
 
 
-def contest(preset: Preset, settings: Settings) -> simulation.Contest:
-  """The problem for `simulation.compare`."""
+def contest(
+    preset: Preset, settings: Settings, decay: simulation.Plan | None = None
+) -> simulation.Contest:
+  """The problem for `simulation.compare`.
+
+  Args:
+    preset: The problem.
+    settings: From `resolve`.
+    decay: If the steps of all methods are to fall to 0 in the second half of
+      their rounds, the plan, which says how many these are.
+
+  Returns:
+    The problem, with trials by seed.
+  """
 
   def trial_of(settings: Settings, seed: int) -> simulation.Trial:
     if preset.experiment is None:
@@ -247,7 +261,13 @@ def contest(preset: Preset, settings: Settings) -> simulation.Contest:
     def build(method: str) -> simulation.Process:
       if method == _PAPER_NAME:
         return trial_of(_with(chosen, **_PAPER), seed).build('fednest')
-      return trial.build(method)
+      process = trial.build(method)
+      if decay is None:
+        return process
+      rounds = decay.tuning_rounds if is_tuning else decay.rounds
+      cost = fednest_tff.communication_cost(process)
+      epochs = epochs_of(rounds, cost.rounds)
+      return trial_of(nested.decaying(chosen, epochs), seed).build(method)
 
     return trial._replace(build=build)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import numpy.typing as npt
+import tensorflow as tf
 
 from experiments import image_clients
 from experiments.closed_form import Case
@@ -68,6 +69,33 @@ def build(
   return fednest_tff.build(
       problem, method, **(chosen | dict(seed=seed) | options)
   )
+
+
+def decaying(settings: Settings, epochs: int) -> Settings:
+  """Settings whose step sizes fall to 0 in the second half of the epochs.
+
+  A step size is then a function of the epoch with a largest value of 1. The
+  number in a process's state, which `set_hparams` changes, is its factor.
+
+  Args:
+    settings: With step sizes, or some of them.
+    epochs: How many epochs there will be.
+
+  Returns:
+    The changed settings.
+  """
+
+  def factor(epoch: tf.Tensor) -> tf.Tensor:
+    left = 1 - tf.cast(epoch, tf.float32) / epochs
+    return tf.clip_by_value(2 * left, 0.0, 1.0)
+
+  known = vars(settings)
+  rates = {
+      name: factor
+      for name in STEP_SIZES
+      if name.endswith('learning_rate') and known.get(name) is not None
+  }
+  return Settings(**(known | rates))
 
 
 def _distance(a: npt.ArrayLike, b: npt.NDArray[np.floating]) -> float:

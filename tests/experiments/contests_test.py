@@ -1,0 +1,60 @@
+"""The problems of the comparison: their methods, ablations and schedules."""
+
+import numpy as np
+import pytest
+
+from experiments import contests
+import fednest_tff
+from fednest_tff import simulation
+
+RUNTIME = 'in_process'
+PLAN = simulation.Plan(rounds=40, tuning_rounds=20, budget=1)
+QUADRATIC = contests.PRESETS['quadratic']
+
+
+def make_contest(decay):
+  return contests.contest(QUADRATIC, contests.resolve(QUADRATIC, {}), decay)
+
+
+def steps(process, epoch, **hparams):
+  """The numbers that a process uses in an epoch."""
+  state = process.initialize()
+  known = process.get_hparams(state)
+  assert hparams.keys() <= known.keys()
+  state = process.set_hparams(state, known | hparams)
+  return process.plan(state.seed, np.int32(epoch), state.hparams)[0]
+
+
+@pytest.mark.parametrize('is_tuning', [True, False])
+def test_steps_fall_in_the_second_half_of_the_rounds(is_tuning):
+  trial = make_contest(PLAN).make_trial(0, is_tuning)
+  process = trial.build('fedmsa')
+  rounds = PLAN.tuning_rounds if is_tuning else PLAN.rounds
+  epochs = rounds // fednest_tff.communication_cost(process).rounds
+  assert epochs == rounds // 2
+  given = dict(
+      inner_learning_rate=np.float32(0.5),
+      linear_learning_rate=np.float32(0.25),
+      outer_learning_rate=np.float32(0.125),
+  )
+  for epoch, share in [
+      (0, 1), (epochs // 2, 1), (epochs - 1, 2 / epochs), (epochs, 0)
+  ]:
+    found = steps(process, epoch, **given)
+    for name, value in given.items():
+      np.testing.assert_allclose(found[name], share * value, rtol=1e-5)
+
+
+def test_steps_stay_if_not_asked():
+  process = make_contest(None).make_trial(0, False).build('simfbo')
+  found = steps(process, 39, outer_learning_rate=np.float32(0.5))
+  assert found['outer_learning_rate'] == 0.5
+
+
+def test_entries():
+  found = contests.entries(QUADRATIC)
+  assert found['simfbo_v0'].fixed == {'linear_learning_rate': 0.0}
+  assert 'personal' not in found
+  assert set(contests.choose(found, ['simfbo'])) == {'simfbo'}
+  with pytest.raises(ValueError, match='`methods`=fednest_paper is none of'):
+    contests.choose(found, ['fednest_paper'])
