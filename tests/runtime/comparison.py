@@ -14,6 +14,9 @@ RUNTIMES = {
     'looped': in_process.InProcessRuntime(unroll=0),
     'step by step': in_process.InProcessRuntime(compiled=False),
 }
+# Those that compile import and simplify a graph once for all of them.
+for _runtime in (RUNTIMES['unrolled'], RUNTIMES['looped']):
+  _runtime._import_graph = RUNTIMES['vectorised']._import_graph
 
 
 def run_in_process(runtime, function):
