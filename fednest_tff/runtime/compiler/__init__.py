@@ -14,7 +14,7 @@ The steps, in the order in which a computation passes through them:
 - `reductions`: sums of stacked values.
 - `secure_sums`: simulates the secure ones among them.
 - `graphs`: the calls of `tff.tensorflow.computation`s. `graph_rewriting`
-  simplifies their graphs, `converters` vectorises their operations and `loops`
-  their loops.
+  simplifies their graphs, `converters` vectorises their operations and
+  `while_loops` the loops in them.
 - `values`: converts single Python values to tensors and back.
 """

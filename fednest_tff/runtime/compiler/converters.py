@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.parallel_for import control_flow_ops
 
-from fednest_tff.runtime.compiler import loops
+from fednest_tff.runtime.compiler import while_loops
 from fednest_tff.structures import Value
 
 # The module has the name of a function in its package.
@@ -203,8 +203,8 @@ _CONVERTERS: dict[str, _Converter] = {
     'MatMul': _convert_matmul,
     'Shape': _convert_shape,
     'SparseSoftmaxCrossEntropyWithLogits': _convert_sparse_cross_entropy,
-    'StatelessWhile': loops.convert_while,
-    'While': loops.convert_while,
+    'StatelessWhile': while_loops.convert_while,
+    'While': while_loops.convert_while,
     'TopKV2': _convert_top_k,
 }
 

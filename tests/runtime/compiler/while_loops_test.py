@@ -6,7 +6,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff.runtime import in_process
-from fednest_tff.runtime.compiler import loops
+from fednest_tff.runtime.compiler import while_loops
 from tests.runtime.comparison import at_clients, run_in_process
 
 VALUES = [1.0, 2.0, -3.0]
@@ -17,7 +17,7 @@ STEPS = [2, 0, 5]
 def conversions(monkeypatch):
   """How often bodies and conditions were converted, and by whom."""
   found = dict(functions=0, by_tensorflow=0)
-  convert, call = loops._convert_function, loops.pfor.WhileV2.__call__
+  convert, call = while_loops._convert_function, while_loops.pfor.WhileV2.__call__
 
   def counted(*arguments):
     found['functions'] += 1
@@ -27,8 +27,8 @@ def conversions(monkeypatch):
     found['by_tensorflow'] += 1
     return call(self)
 
-  monkeypatch.setattr(loops, '_convert_function', counted)
-  monkeypatch.setattr(loops.pfor.WhileV2, '__call__', counted_call)
+  monkeypatch.setattr(while_loops, '_convert_function', counted)
+  monkeypatch.setattr(while_loops.pfor.WhileV2, '__call__', counted_call)
   return found
 
 
@@ -128,7 +128,7 @@ def test_number_of_steps_by_the_shape(conversions):
 
 def test_a_wrong_guess_is_noticed(conversions, monkeypatch):
   """Then TensorFlow converts the loop."""
-  monkeypatch.setattr(loops, '_SAME', frozenset(['Mul']))
+  monkeypatch.setattr(while_loops, '_SAME', frozenset(['Mul']))
   found = run(power, np.float32, VALUES)
   np.testing.assert_allclose(found, np.power(VALUES, 3), rtol=1e-6)
   assert conversions['by_tensorflow'] > 0
