@@ -17,7 +17,8 @@ STEPS = [2, 0, 5]
 def conversions(monkeypatch):
   """How often bodies and conditions were converted, and by whom."""
   found = dict(functions=0, by_tensorflow=0)
-  convert, call = while_loops._convert_function, while_loops.pfor.WhileV2.__call__
+  convert = while_loops._convert_function
+  call = while_loops.pfor.WhileV2.__call__
 
   def counted(*arguments):
     found['functions'] += 1
