@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff.runtime.compiler import graphs, placed, values
+from fednest_tff.runtime.compiler import graphs, loops, placed, steps, values
 from fednest_tff.runtime.compiler.broadcast import Function
 from fednest_tff.runtime.compiler.call_dominant import CallDominant
 from fednest_tff.runtime.compiler.cohort import Cohort
@@ -40,6 +40,7 @@ class Lowering:
       given: Values of names that need not be evaluated.
     """
     self._given = given or {}
+    self._cohort = cohort
     self._intrinsics = Intrinsics(cohort, server_device)
     self._import_graph = import_graph
     self._server_device = server_device
@@ -102,10 +103,42 @@ class Lowering:
     argument = None
     if call.argument is not None:
       argument = self.evaluate(call.argument, names)
+    return self._call_with(call, argument, names)
+
+  def _call_with(
+      self, call: tff.framework.Call, argument: Value, names: dict[str, Value]
+  ) -> Value:
+    """Runs a call whose argument has been evaluated."""
     if isinstance(call.function, tff.framework.Intrinsic):
       return self._intrinsics.run(call, argument)
     with tf.device(self._server_device):
       return self.evaluate(call.function, names)(argument)
+
+  def run_steps(self, program: steps.Steps, argument: Value) -> Value:
+    """Evaluates a computation with loops for steps that are repeated.
+
+    Args:
+      program: The steps of the computation.
+      argument: Its argument; `None` for none.
+
+    Returns:
+      Its result.
+    """
+    runner = steps.Runner(
+        self._cohort,
+        lambda call, value: self._call_with(call, value, {}),
+        lambda block: self.evaluate(block, {}),
+    )
+    names: steps.Names = dict(self._given)
+    if program.parameter is not None:
+      names[program.parameter] = argument
+    for step in loops.find_loops(program.steps, program.result):
+      if isinstance(step, loops.Loop):
+        with tf.device(self._server_device):
+          names |= step.run(runner, names)
+      else:
+        names[step.name] = runner.run(step, names)
+    return runner.value(program.result, names)
 
 
 def evaluate_computation(
@@ -144,9 +177,13 @@ def evaluate_computation(
     for reading in computation.readings.calls:
       given[reading.name] = cohort.unpack_argument(remaining, reading.member)
   lowering = Lowering(cohort, import_graph, server_device, given)
-  value = lowering.evaluate(computation.block, {})
-  if callable(value):
-    value = value(argument)
+  program = steps.to_steps(computation.block, given) if has_readings else None
+  if program is not None:
+    value = lowering.run_steps(program, argument)
+  else:
+    value = lowering.evaluate(computation.block, {})
+    if callable(value):
+      value = value(argument)
   return placed.flatten_result(cohort, signature.result, value)
 
 
