@@ -18,7 +18,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import structures
-from fednest_tff.runtime.compiler import intrinsics, placed
+from fednest_tff.runtime.compiler import intrinsics, invariants, placed
 from fednest_tff.runtime.compiler.steps import (
     Fixed,
     Names,
@@ -89,34 +89,41 @@ class Loop(NamedTuple):
     listed = [own for own in wanted if own in early]
     last = [own for own in wanted if own not in early and own not in after]
 
+    def run_block(i: tf.Tensor, *state: tf.Tensor) -> list[tf.Tensor]:
+      own = dict(names)
+      own[_CARRIED] = _unpack(runner, first, state)
+      own[_STACKED] = _unpack(runner, rows, [stack[i] for stack in stacks])
+      for step in self.steps:
+        own[step.name] = runner.run(step, own)
+      return _flatten(runner, [*after, *listed, *last], own)
+
+    specs = _specs(runner, first)
+    arrays = (
+        _new_arrays(runner, listed, self.count), _new_arrays(runner, last, 1)
+    )
+    run_rest = invariants.separate(
+        run_block, [tf.TensorSpec([], tf.int32), *specs]
+    )
+
     def body(
         i: tf.Tensor,
         state: list[tf.Tensor],
         all_listed: list[tf.TensorArray],
         all_last: list[tf.TensorArray],
     ) -> tuple[Value, ...]:
-      own = dict(names)
-      own[_CARRIED] = _unpack(runner, first, state)
-      own[_STACKED] = _unpack(runner, rows, [stack[i] for stack in stacks])
-      for step in self.steps:
-        own[step.name] = runner.run(step, own)
-      return (
-          i + 1,
-          _flatten(runner, after, own),
-          _write(all_listed, i, _flatten(runner, listed, own)),
-          _write(all_last, 0, _flatten(runner, last, own)),
-      )
+      found = iter(run_rest(i, *state))
+      state = [next(found) for _ in state]
+      all_listed = [array.write(i, next(found)) for array in all_listed]
+      all_last = [array.write(0, next(found)) for array in all_last]
+      return i + 1, state, all_listed, all_last
 
-    arrays = (
-        _new_arrays(runner, listed, self.count), _new_arrays(runner, last, 1)
-    )
     _, state, all_listed, all_last = tf.while_loop(
         lambda i, *_: i < self.count,
         body,
         (tf.constant(0), _flatten(runner, first, names), *arrays),
         shape_invariants=(
             tf.TensorShape([]),
-            [spec.shape for spec in _specs(runner, first)],
+            [spec.shape for spec in specs],
             *([tf.TensorShape(None)] * len(column) for column in arrays),
         ),
     )
@@ -178,17 +185,6 @@ def _new_arrays(
   return [
       tf.TensorArray(spec.dtype, size, element_shape=spec.shape)
       for spec in _specs(runner, refs)
-  ]
-
-
-def _write(
-    arrays: list[tf.TensorArray],
-    index: tf.Tensor | int,
-    tensors: list[tf.Tensor],
-) -> list[tf.TensorArray]:
-  return [
-      array.write(index, tensor)
-      for array, tensor in zip(arrays, tensors, strict=True)
   ]
 
 
