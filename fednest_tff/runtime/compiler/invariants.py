@@ -160,9 +160,8 @@ def separate(function: _Function, specs: list[tf.TensorSpec]) -> _Function:
       if _node_name(name) not in depend | constants | inputs
   ]
   before = _part(graph.graph_def, set(nodes) - depend - inputs)
-  found = graph.captured | dict(
-      zip(known, _write(before, graph.functions, graph.captured, known), strict=True)
-  )
+  computed = _write(before, graph.functions, graph.captured, known)
+  found = graph.captured | dict(zip(known, computed, strict=True))
 
   def do_rest(*tensors: tf.Tensor) -> list[tf.Tensor]:
     given = found | dict(zip(graph.arguments, tensors, strict=True))

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff.runtime.compiler import graphs, loops, placed, steps, values
+from fednest_tff.runtime.compiler import graphs, placed, repeats, values
 from fednest_tff.runtime.compiler.broadcast import Function
 from fednest_tff.runtime.compiler.call_dominant import CallDominant
 from fednest_tff.runtime.compiler.cohort import Cohort
 from fednest_tff.runtime.compiler.intrinsics import Intrinsics
+from fednest_tff.runtime.compiler.loops import Program
+from fednest_tff.runtime.compiler.steps import Runner
 from fednest_tff.structures import Value
 
 ImportGraph = Callable[[tff.framework.CompiledComputation], Function]
@@ -114,31 +116,23 @@ class Lowering:
     with tf.device(self._server_device):
       return self.evaluate(call.function, names)(argument)
 
-  def run_steps(self, program: steps.Steps, argument: Value) -> Value:
-    """Evaluates a computation with loops for steps that are repeated.
+  def run_program(self, program: Program, argument: Value) -> Value:
+    """Evaluates a computation with loops.
 
     Args:
-      program: The steps of the computation.
+      program: The computation.
       argument: Its argument; `None` for none.
 
     Returns:
       Its result.
     """
-    runner = steps.Runner(
+    runner = Runner(
         self._cohort,
         lambda call, value: self._call_with(call, value, {}),
         lambda block: self.evaluate(block, {}),
     )
-    names: steps.Names = dict(self._given)
-    if program.parameter is not None:
-      names[program.parameter] = argument
-    for step in loops.find_loops(program.steps, program.result):
-      if isinstance(step, loops.Loop):
-        with tf.device(self._server_device):
-          names |= step.run(runner, names)
-      else:
-        names[step.name] = runner.run(step, names)
-    return runner.value(program.result, names)
+    with tf.device(self._server_device):
+      return program.run(runner, self._given, argument)
 
 
 def evaluate_computation(
@@ -177,9 +171,11 @@ def evaluate_computation(
     for reading in computation.readings.calls:
       given[reading.name] = cohort.unpack_argument(remaining, reading.member)
   lowering = Lowering(cohort, import_graph, server_device, given)
-  program = steps.to_steps(computation.block, given) if has_readings else None
+  program = None
+  if has_readings:  # It is being compiled.
+    program = repeats.to_program(computation.block, given)
   if program is not None:
-    value = lowering.run_steps(program, argument)
+    value = lowering.run_program(program, argument)
   else:
     value = lowering.evaluate(computation.block, {})
     if callable(value):

@@ -169,8 +169,21 @@ def _refs(
   return Ref(name, path, value_type)
 
 
-class _Unknown(Exception):
+class _UnknownError(Exception):
   """A building block is of a kind that is not expected."""
+
+
+def _is_closed(block: tff.framework.ComputationBuildingBlock) -> bool:
+  """Tells whether a block refers to nothing but what is inside of it."""
+  used, bound = set(), set()
+  for inner in structures.inner_blocks(block):
+    if isinstance(inner, tff.framework.Reference):
+      used.add(inner.name)
+    elif isinstance(inner, tff.framework.Lambda):
+      bound.add(inner.parameter_name)
+    elif isinstance(inner, tff.framework.Block):
+      bound.update(name for name, _ in inner.locals)
+  return used <= bound
 
 
 def _resolve(
@@ -194,8 +207,9 @@ def _resolve(
       block,
       (framework.CompiledComputation, framework.Lambda, framework.Literal),
   ):
-    return Fixed(block, call_dominant.fingerprint(block))
-  raise _Unknown
+    if _is_closed(block):
+      return Fixed(block, call_dominant.fingerprint(block))
+  raise _UnknownError
 
 
 def _rearrange(
@@ -271,6 +285,6 @@ def to_steps(
       )
       names[name] = _refs(name, call.type_signature)
     result = _resolve(block.result.result, names)
-  except _Unknown:
+  except _UnknownError:
     return None
   return Steps(block.parameter_name, steps, result)
