@@ -159,7 +159,7 @@ class _Finder:
     # In the first block, what is carried comes from before all blocks.
     if origins(0) != [
         None if origin and origin[0] == 1 else origin for origin in later
-    ] or any(origin and origin[0] > 1 for origin in later):
+    ]:
       return None
     count = 2
     while count < limit and origins(count) == later:
