@@ -8,6 +8,8 @@ The steps, in the order in which a computation passes through them:
   after the other, or `batched`, at once or in a loop. `broadcast`: what all
   share; `rows`: what each has.
 - `placed`: gives arguments and results the form of flat lists of tensors.
+- `repeats`: finds rounds that are repeated, by their `steps`; each becomes one
+  of the `loops`. `invariants` are computed before a loop.
 - `lowering`: traces all calls into one function (`build_function`), or runs
   them one after the other (`evaluate_computation`).
 - `intrinsics`: the calls of TFF's own operators, such as `federated_sum`.

@@ -60,7 +60,7 @@ def _text(block: tff.framework.ComputationBuildingBlock) -> str:
   return f'{text} : {block.type_signature}'
 
 
-def _fingerprint(block: tff.framework.ComputationBuildingBlock) -> bytes:
+def fingerprint(block: tff.framework.ComputationBuildingBlock) -> bytes:
   """Hashes a block's graphs, its constants and its text."""
   digest = hashlib.sha256()
   for inner in structures.inner_blocks(block):
@@ -135,7 +135,7 @@ def to_call_dominant(computation: tff.Computation) -> CallDominant:
   found = CallDominant(
       block,
       block.type_signature,
-      _fingerprint(block),
+      fingerprint(block),
       _num_nodes(block),
       readings.find_readings(block),
   )

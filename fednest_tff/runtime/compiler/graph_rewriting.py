@@ -6,6 +6,7 @@ TensorFlow that are not public: there is no other way to either.
 
 from collections.abc import Iterable, Iterator
 import itertools
+from typing import TypeAlias
 
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
@@ -17,6 +18,9 @@ import tensorflow_federated as tff
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import converters
 from fednest_tff.structures import Value
+
+# A function that graphs can call.
+Function: TypeAlias = atomic_function.AtomicFunction
 
 # Numbers that make the names of imported functions unique in this process.
 _function_numbers = itertools.count()
@@ -107,7 +111,7 @@ def _function_references(
 
 def take_functions(
     graph_def: tf.compat.v1.GraphDef,
-) -> list[atomic_function.AtomicFunction]:
+) -> list[Function]:
   """Takes the functions out of a graph, and makes Python objects of them.
 
   `tf.vectorized_map` converts a loop by its Python functions, and does not know
@@ -122,7 +126,7 @@ def take_functions(
     `graph_def` is imported must have them (`add_functions`).
   """
   definitions = {f.signature.name: f for f in graph_def.library.function}
-  loaded: dict[str, atomic_function.AtomicFunction] = {}
+  loaded: dict[str, Function] = {}
 
   def load_all(nodes: Iterable[tf.compat.v1.NodeDef]) -> None:
     for reference in _function_references(nodes):
@@ -150,7 +154,7 @@ def take_functions(
 
 
 def add_functions(
-    graph: tf.Graph, functions: Iterable[atomic_function.AtomicFunction]
+    graph: tf.Graph, functions: Iterable[Function]
 ) -> None:
   """Lets the nodes of `graph` refer to `functions`."""
   for function in functions:

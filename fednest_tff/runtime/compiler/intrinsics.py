@@ -73,7 +73,7 @@ def _add(pair: Struct) -> Value:
   return structures.map_leaves(tf.add, pair[0], pair[1])
 
 
-def _is_structural(block: tff.framework.ComputationBuildingBlock) -> bool:
+def is_structural(block: tff.framework.ComputationBuildingBlock) -> bool:
   """Tells whether a function only rearranges elements of its argument."""
   if not isinstance(block, tff.framework.Lambda):
     return False
@@ -88,7 +88,7 @@ def _is_structural(block: tff.framework.ComputationBuildingBlock) -> bool:
   )
 
 
-def _is_stateless(block: tff.framework.ComputationBuildingBlock) -> bool:
+def is_stateless(block: tff.framework.ComputationBuildingBlock) -> bool:
   """Tells whether a function only computes tensors from tensors."""
   for inner in structures.inner_blocks(block):
     if isinstance(inner, tff.framework.CompiledComputation):
@@ -217,11 +217,11 @@ class Intrinsics:
   def _map(self, argument: Value, call: tff.framework.Call) -> Value:
     function, value = argument
     block = call.argument[0]
-    if isinstance(self._cohort, Batched) and _is_structural(block):
+    if isinstance(self._cohort, Batched) and is_structural(block):
       # The whole cohort at once, without a loop.
       return function(split_broadcasts(value))
     member = call.type_signature.member
-    return self._cohort.map(function, value, member, _is_stateless(block))
+    return self._cohort.map(function, value, member, is_stateless(block))
 
   def _map_all_equal(self, argument: Value, call: tff.framework.Call) -> Value:
     function, value = argument

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff.runtime.compiler import placed, values
+from fednest_tff.runtime.compiler import placed, repeats, values
 from fednest_tff.runtime.compiler.broadcast import Function
 from fednest_tff.runtime.compiler.call_dominant import CallDominant
 from fednest_tff.runtime.compiler.cohort import Cohort
 from fednest_tff.runtime.compiler.intrinsics import Intrinsics
+from fednest_tff.runtime.compiler.loops import Program
+from fednest_tff.runtime.compiler.steps import Runner
 from fednest_tff.structures import Value
 
 ImportGraph = Callable[[tff.framework.CompiledComputation], Function]
@@ -40,6 +42,7 @@ class Lowering:
       given: Values of names that need not be evaluated.
     """
     self._given = given or {}
+    self._cohort = cohort
     self._intrinsics = Intrinsics(cohort, server_device)
     self._import_graph = import_graph
     self._server_device = server_device
@@ -102,10 +105,34 @@ class Lowering:
     argument = None
     if call.argument is not None:
       argument = self.evaluate(call.argument, names)
+    return self._call_with(call, argument, names)
+
+  def _call_with(
+      self, call: tff.framework.Call, argument: Value, names: dict[str, Value]
+  ) -> Value:
+    """Runs a call whose argument has been evaluated."""
     if isinstance(call.function, tff.framework.Intrinsic):
       return self._intrinsics.run(call, argument)
     with tf.device(self._server_device):
       return self.evaluate(call.function, names)(argument)
+
+  def run_program(self, program: Program, argument: Value) -> Value:
+    """Evaluates a computation with loops.
+
+    Args:
+      program: The computation.
+      argument: Its argument; `None` for none.
+
+    Returns:
+      Its result.
+    """
+    runner = Runner(
+        self._cohort,
+        lambda call, value: self._call_with(call, value, {}),
+        lambda block: self.evaluate(block, {}),
+    )
+    with tf.device(self._server_device):
+      return program.run(runner, self._given, argument)
 
 
 def evaluate_computation(
@@ -144,9 +171,15 @@ def evaluate_computation(
     for reading in computation.readings.calls:
       given[reading.name] = cohort.unpack_argument(remaining, reading.member)
   lowering = Lowering(cohort, import_graph, server_device, given)
-  value = lowering.evaluate(computation.block, {})
-  if callable(value):
-    value = value(argument)
+  program = None
+  if has_readings:  # It is being compiled.
+    program = repeats.to_program(computation.block, given)
+  if program is not None:
+    value = lowering.run_program(program, argument)
+  else:
+    value = lowering.evaluate(computation.block, {})
+    if callable(value):
+      value = value(argument)
   return placed.flatten_result(cohort, signature.result, value)
 
 

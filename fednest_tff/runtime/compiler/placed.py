@@ -81,11 +81,15 @@ def argument_specs(
   for number, value_type in enumerate(structures.leaves(parameter)):
     if number in unused:
       continue
-    if _is_per_client(value_type):
-      found += cohort.argument_specs(value_type.member)
-    else:
-      found += values.leaf_specs(_member(value_type))
+    found += value_specs(cohort, value_type)
   return found
+
+
+def value_specs(cohort: Cohort, value_type: tff.Type) -> list[tf.TensorSpec]:
+  """Lists the specs of the tensors that `unpack_value` takes."""
+  if _is_per_client(value_type):
+    return cohort.argument_specs(value_type.member)
+  return values.leaf_specs(_member(value_type))
 
 
 def feed_tensors(
@@ -176,12 +180,28 @@ def unpack_argument(
   def unpack(value_type: tff.Type) -> Value:
     if next(numbers) in unused:
       return None
-    if _is_per_client(value_type):
-      return cohort.unpack_argument(tensors, value_type.member)
-    value = structures.pack(_member(value_type), tensors)
-    return Broadcast(value) if _is_broadcast(value_type) else value
+    return unpack_value(cohort, value_type, tensors)
 
   return structures.fold(parameter, unpack, tff.structure.Struct)
+
+
+def unpack_value(
+    cohort: Cohort, value_type: tff.Type, tensors: Iterator[tf.Tensor]
+) -> Value:
+  """Converts tensors to a value, inside of the function.
+
+  Args:
+    cohort: The clients.
+    value_type: The type of the value; at most all of it is placed.
+    tensors: Tensors as `flatten_result` returns them come next.
+
+  Returns:
+    A TFF value, or one of the cohort.
+  """
+  if _is_per_client(value_type):
+    return cohort.unpack_argument(tensors, value_type.member)
+  value = structures.pack(_member(value_type), tensors)
+  return Broadcast(value) if _is_broadcast(value_type) else value
 
 
 def flatten_result(
