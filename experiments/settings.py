@@ -113,7 +113,9 @@ flags.DEFINE_string('output_dir', None, 'Where everything is written.')
 flags.DEFINE_boolean('overwrite', False, 'Remove an earlier run; start anew.')
 
 flags.DEFINE_enum('dataset', None, data.DATASETS, 'Images and labels.')
-flags.DEFINE_string('data_dir', None, 'Where the data set is; see the README.')
+flags.DEFINE_string(
+    'data_dir', None, 'Where the data set is; see docs/experiments.md.'
+)
 flags.DEFINE_boolean('emnist_only_digits', None, 'EMNIST without letters.')
 flags.DEFINE_boolean(
     'standardize', None, 'Give pixels mean 0 and variance 1.'

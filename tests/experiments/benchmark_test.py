@@ -128,17 +128,19 @@ def test_kinds_of_rows(launcher, tmp_path):
     assert again[name] == rows[name]
 
 
-def test_unknown_setting_is_named(launcher, tmp_path):
+def test_wrong_flags_are_named(launcher, tmp_path):
   directory = tmp_path / 'made'
   for flag, message in [
       ('--only=ceiling', "--only=ceiling is none of 'floor', 'in process'"),
       ('--group=ceiling', 'value should be one of <headline|deep|clients|'),
+      ('--hidden=8,few', '--hidden=8,few must be positive integers'),
   ]:
     code, printed = run(
         launcher, tmp_path, flag, f'--output_dir={directory}'
     )
-    assert code == 1
-    assert message in printed
+    assert code == 2
+    assert printed.startswith('error: ') and message in printed
+    assert len(printed.splitlines()) == 1
   assert not directory.exists()
 
 
