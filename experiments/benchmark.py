@@ -43,6 +43,7 @@ from experiments import (
     benchmark_table,
     kernels,
     program,
+    runtimes,
     threads,
 )
 from experiments import settings as settings_lib
@@ -256,5 +257,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == '__main__':
+  tff.framework.set_default_context(runtimes.NoRuntime())
   define_flags()
   program.start(main)

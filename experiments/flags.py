@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from absl import flags as absl_flags
+import tensorflow_federated as tff
 
 from experiments import (
     benchmark,
@@ -20,6 +21,7 @@ from experiments import (
     personalization,
     program,
     quick,
+    runtimes,
     single_level,
 )
 from experiments import settings as settings_lib
@@ -125,4 +127,5 @@ def write(path: str) -> None:
 
 
 if __name__ == '__main__':
+  tff.framework.set_default_context(runtimes.NoRuntime())
   write(quick.COPY)
