@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 
-from absl import app, flags, logging
+from absl import flags, logging
 import psutil
 import tensorflow_federated as tff
 
@@ -42,32 +42,48 @@ from experiments import (
     benchmark_epochs,
     benchmark_table,
     kernels,
+    program,
+    runtimes,
     threads,
 )
+from experiments import settings as settings_lib
 from experiments.benchmark_settings import GROUPS, SETTINGS, Setting
+from fednest_tff import simulation
 from fednest_tff.runtime import in_process, native
 
-_OUTPUT_DIR = flags.DEFINE_string(
-    'output_dir', 'outputs/benchmark', 'Where the table and the plot go.'
-)
-_EPOCHS = flags.DEFINE_integer(
-    'epochs', 8, 'Timed epochs after the first.', lower_bound=1
-)
-_EXAMPLES = flags.DEFINE_integer(
-    'examples', 600, 'Examples per client.', lower_bound=10
-)
-_CLIENTS = flags.DEFINE_integer(
-    'clients', None, 'Clients, in place of those in the table.', lower_bound=1
-)
-_HIDDEN = flags.DEFINE_list(
-    'hidden', None, 'Widths of hidden layers, in place of those in the table.'
-)
-_ONLY = flags.DEFINE_multi_string(
-    'only', [], 'The name of a setting, to run only such; may be repeated.'
-)
-_GROUP = flags.DEFINE_multi_enum(
-    'group', [], GROUPS, 'A part of the table, to run it; may be repeated.'
-)
+FLAGS = flags.FLAGS
+NAMES = tuple(setting.name for setting in SETTINGS)
+
+
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+  """Defines the flags; some have the names of flags of the experiments."""
+  own = dict(flag_values=values, allow_override=True)
+  flags.DEFINE_string(
+      'output_dir', 'outputs/benchmark', 'Where the table and the plot go.',
+      **own,
+  )
+  flags.DEFINE_integer(
+      'epochs', 8, 'Timed epochs after the first.', lower_bound=1, **own
+  )
+  flags.DEFINE_integer(
+      'examples', 600, 'Examples per client.', lower_bound=10, **own
+  )
+  flags.DEFINE_integer(
+      'clients', None, 'Clients, in place of those in the table.',
+      lower_bound=1, **own,
+  )
+  flags.DEFINE_list(
+      'hidden', None,
+      'Widths of hidden layers, in place of those in the table.', **own,
+  )
+  flags.DEFINE_multi_string(
+      'only', [], 'The name of a row of the table, to run only such',
+      **own,
+  )
+  flags.DEFINE_multi_enum(
+      'group', [], GROUPS, 'A part of the table, to run only such',
+      **own,
+  )
 
 
 class _PeakMemory:
@@ -127,7 +143,7 @@ def _measure(setting: Setting, rate: float) -> benchmark_table.Row:
   Returns:
     Its row.
   """
-  epoch = benchmark_epochs.build_epoch(setting, _EXAMPLES.value)
+  epoch = benchmark_epochs.build_epoch(setting, FLAGS.examples)
   others = executed = share = None
   with _runtime(setting):
     with _PeakMemory() as memory:
@@ -135,14 +151,14 @@ def _measure(setting: Setting, rate: float) -> benchmark_table.Row:
       if setting.other_cohorts:
         others = sum(_seconds(epoch, n) for n in setting.other_sizes())
       later = statistics.median(
-          _seconds(epoch, setting.clients) for _ in range(_EPOCHS.value)
+          _seconds(epoch, setting.clients) for _ in range(FLAGS.epochs)
       )
     # The native runtime executes in its worker.
     if setting.runtime != 'native' and setting.is_traced:
       executed = kernels.count_operations(
           lambda: epoch(setting.clients)
       ).total()
-  flops = benchmark_epochs.flops(setting.work, _EXAMPLES.value)
+  flops = benchmark_epochs.flops(setting.work, FLAGS.examples)
   if flops is not None:
     share = flops / later / rate
   return benchmark_table.Row(
@@ -160,38 +176,52 @@ def _measure(setting: Setting, rate: float) -> benchmark_table.Row:
   )
 
 
+def _widths() -> tuple[int, ...]:
+  """The widths of hidden layers that the flag has."""
+  if not all(width.isdecimal() and int(width) > 0 for width in FLAGS.hidden):
+    raise settings_lib.SettingsError(
+        f'--hidden={",".join(FLAGS.hidden)} must be positive integers,'
+        ' separated by commas'
+    )
+  return tuple(map(int, FLAGS.hidden))
+
+
 def _chosen() -> list[Setting]:
   """The settings that the flags ask for."""
-  known = {setting.name: setting for setting in SETTINGS}
-  for name in _ONLY.value:
-    if name not in known:
-      raise app.UsageError(
-          f'--only={name} is none of {", ".join(map(repr, known))}'
+  for name in FLAGS.only:
+    if name not in NAMES:
+      raise settings_lib.SettingsError(
+          f'--only={name} is none of {", ".join(map(repr, NAMES))}'
       )
   settings = list(SETTINGS)
-  if _ONLY.value or _GROUP.value:
+  if FLAGS.only or FLAGS.group:
     settings = [
         setting
         for setting in SETTINGS
-        if setting.name in _ONLY.value or setting.group in _GROUP.value
+        if setting.name in FLAGS.only or setting.group in FLAGS.group
     ]
-  if _CLIENTS.value is not None:
-    settings = [s._replace(clients=_CLIENTS.value) for s in settings]
-  if _HIDDEN.value is not None:
-    widths = tuple(map(int, _HIDDEN.value))
-    settings = [s._replace(hidden=widths) for s in settings]
+  if FLAGS.clients is not None:
+    settings = [s._replace(clients=FLAGS.clients) for s in settings]
+  if FLAGS.hidden is not None:
+    settings = [s._replace(hidden=_widths()) for s in settings]
   return settings
 
 
-def main(argv: list[str]) -> None:
+def _read(path: str) -> list[benchmark_table.Row]:
+  """The rows of earlier runs."""
+  try:
+    return benchmark_table.read(path)
+  except ValueError as error:
+    raise settings_lib.SettingsError(str(error)) from error
+
+
+def _run() -> None:
   """Runs the settings and reports."""
-  if len(argv) > 1:
-    raise app.UsageError(f'unexpected argument {argv[1]!r}')
-  logging.set_verbosity(logging.WARNING)
   settings = _chosen()
-  stem = os.path.join(_OUTPUT_DIR.value, 'benchmark')
-  rows = {row.setting: row for row in benchmark_table.read(f'{stem}.csv')}
-  os.makedirs(_OUTPUT_DIR.value, exist_ok=True)
+  stem = os.path.join(FLAGS.output_dir, 'benchmark')
+  rows = {row.setting: row for row in _read(f'{stem}.csv')}
+  with simulation.file_errors(FLAGS.output_dir):
+    os.makedirs(FLAGS.output_dir, exist_ok=True)
   # TensorFlow can be told only once, before it runs anything.
   threads.give_cores_to_clients(min(setting.clients for setting in settings))
   rate = kernels.matmul_rate()
@@ -214,5 +244,19 @@ def main(argv: list[str]) -> None:
   print(f'wrote {stem}.csv, {stem}.md and {stem}.png')
 
 
+def main(argv: list[str]) -> int:
+  """Runs the command; returns the exit code."""
+  logging.set_verbosity(logging.WARNING)
+  try:
+    if len(argv) > 1:
+      raise settings_lib.SettingsError(f'unexpected argument {argv[1]!r}')
+    _run()
+  except (Exception, KeyboardInterrupt) as error:
+    return program.end_with(error)
+  return 0
+
+
 if __name__ == '__main__':
-  app.run(main)
+  tff.framework.set_default_context(runtimes.NoRuntime())
+  define_flags()
+  program.start(main)

@@ -137,7 +137,8 @@ class Experiment(NamedTuple):
         registry.get_method(method)
       except ValueError as error:
         raise settings_lib.SettingsError(
-            f'--method={method} is none of {", ".join(self.methods())}'
+            f'--method={method} is none of {", ".join(self.methods())}; one'
+            ' of your own is package.module:builder'
             if ':' not in method else str(error)
         ) from error
     if len(set(methods)) != len(methods):

@@ -3,13 +3,15 @@
   python -m experiments.flags
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import json
 from typing import Any
 
 from absl import flags as absl_flags
+import tensorflow_federated as tff
 
 from experiments import (
+    benchmark,
     compare,
     compositional,
     hyper_cleaning,
@@ -19,10 +21,12 @@ from experiments import (
     personalization,
     program,
     quick,
+    runtimes,
     single_level,
 )
 from experiments import settings as settings_lib
 from experiments.experiment import Experiment
+from experiments.reproduce import __main__ as reproduce
 
 FLAGS = absl_flags.FLAGS
 EXPERIMENTS = tuple(
@@ -47,10 +51,14 @@ def _copy(flag: absl_flags.Flag) -> dict[str, Any]:
   found = dict(
       name=flag.name, kind=kind, default=flag.default, help=flag.help
   )
-  if kind == 'enum':
+  if isinstance(flag.parser, absl_flags.EnumParser):
     found['choices'] = list(flag.parser.enum_values)
     # absl puts the choices before the text.
     found['help'] = flag.help.removeprefix(f'<{"|".join(found["choices"])}>: ')
+  if isinstance(flag, absl_flags.MultiFlag):
+    found['kind'] = f'multi_{kind}'
+    # absl adds a line to the text.
+    found['help'] = found['help'].partition(';\n')[0]
   if kind in ('float', 'integer') and flag.parser.lower_bound is not None:
     found['lower_bound'] = flag.parser.lower_bound
   return found
@@ -75,13 +83,40 @@ def describe(experiment: Experiment) -> dict[str, Any]:
     program.define_flags(experiment)
     return [*settings_lib.PLACES, *experiment.flags()]
 
-  return dict(methods=experiment.methods(), flags=_describe(define))
+  return dict(
+      known=dict(method=experiment.methods()), flags=_describe(define)
+  )
+
+
+def _describe_own(
+    define: Callable[[absl_flags.FlagValues], None], **known: Sequence[str]
+) -> dict[str, Any]:
+  """Copies flags that are not among those of this process.
+
+  Args:
+    define: Defines them.
+    **known: For some flags, the values that they may have.
+
+  Returns:
+    Their description.
+  """
+  values = absl_flags.FlagValues()
+  define(values)
+  return dict(
+      known=known, flags=[_copy(values[name]) for name in sorted(values)]
+  )
 
 
 def make() -> str:
   """The content of the file."""
   found = {each.name: describe(each) for each in EXPERIMENTS}
-  found['compare'] = dict(flags=_describe(compare.define_flags))
+  found['compare'] = dict(known={}, flags=_describe(compare.define_flags))
+  found['benchmark'] = _describe_own(
+      benchmark.define_flags, only=benchmark.NAMES
+  )
+  found['reproduce'] = _describe_own(
+      reproduce.define_flags, figure=[*reproduce.FIGURES, 'all']
+  )
   return json.dumps(found, indent=1, sort_keys=True) + '\n'
 
 
@@ -92,4 +127,5 @@ def write(path: str) -> None:
 
 
 if __name__ == '__main__':
+  tff.framework.set_default_context(runtimes.NoRuntime())
   write(quick.COPY)

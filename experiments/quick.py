@@ -24,12 +24,11 @@ def define(flag: dict[str, Any], values: flags.FlagValues) -> None:
   """Defines a flag of the copy."""
   name, default, text = flag['name'], flag['default'], flag['help']
   bounds = {key: flag[key] for key in ('lower_bound',) if key in flag}
-  if flag['kind'] == 'enum':
-    flags.DEFINE_enum(name, default, flag['choices'], text, values)
+  function = getattr(flags, f'DEFINE_{flag["kind"]}')
+  if 'choices' in flag:
+    function(name, default, flag['choices'], text, values)
   else:
-    getattr(flags, f'DEFINE_{flag["kind"]}')(
-        name, default, text, flag_values=values, **bounds
-    )
+    function(name, default, text, flag_values=values, **bounds)
 
 
 def _program(argv: list[str]) -> tuple[str, list[str]] | None:
@@ -48,12 +47,20 @@ def _end(message: str) -> NoReturn:
 
 def _help(name: str, values: flags.FlagValues) -> NoReturn:
   """Prints what absl prints for `--help`."""
-  path = os.path.join(os.path.dirname(__file__), f'{name}.py')
+  path = os.path.join(os.path.dirname(__file__), name)
+  is_package = os.path.isdir(path)
+  path = os.path.join(path, '__main__.py') if is_package else f'{path}.py'
   with open(path) as file:
     print(ast.get_docstring(ast.parse(file.read()), clean=False))
   print('\nflags:')
   print(values.get_help().replace(__name__, f'experiments.{name}'))
   sys.exit(0)
+
+
+def _listed(names: list[str]) -> str:
+  """Names with commas between them; in quotes if they have commas in them."""
+  has_commas = any(',' in name for name in names)
+  return ', '.join(map(repr, names) if has_commas else names)
 
 
 def check(name: str, arguments: list[str]) -> None:
@@ -87,12 +94,14 @@ def check(name: str, arguments: list[str]) -> None:
     _end(str(error))
   if surplus:
     _end(f'unexpected argument {surplus[0]!r}')
-  if 'methods' not in copy[name]:
-    return
-  methods = copy[name]['methods']
-  for method in values['method'].value or []:
-    if method not in methods and ':' not in method:
-      _end(f'--method={method} is none of {", ".join(methods)}')
+  for flag, known in copy[name]['known'].items():
+    for value in values[flag].value or []:
+      if value not in known and not (flag == 'method' and ':' in value):
+        own = '; one of your own is package.module:builder'
+        _end(
+            f'--{flag}={value} is none of {_listed(known)}'
+            f'{own if flag == "method" else ""}'
+        )
 
 
 def answer() -> None:

@@ -81,14 +81,14 @@ def _positive(name: str, text: str) -> None:
 
 
 flags.DEFINE_list('method', None, 'Methods, separated by commas.')
-_integer('epochs', 'Epochs, K.')
+_integer('epochs', 'How many epochs, K. An epoch has one or more rounds.')
 _integer('seed', 'The first seed.', 0)
 _integer('seeds', 'How many seeds, one after another.')
 _integer('epochs_per_evaluation', 'Epochs from one evaluation to the next.')
 _integer('epochs_per_checkpoint', 'Epochs from one checkpoint to the next.')
 flags.DEFINE_enum('runtime', None, RUNTIMES, 'Where computations run.')
 flags.DEFINE_list('devices', None, 'Devices of the in_process runtime.')
-_integer('unroll', 'Largest cohort that is unrolled.', 0)
+_integer('unroll', 'Largest cohort that is compiled client by client.', 0)
 flags.DEFINE_boolean(
     'compiled', None, 'Compile an epoch: it starts later and runs faster.'
 )
@@ -113,14 +113,24 @@ flags.DEFINE_string('output_dir', None, 'Where everything is written.')
 flags.DEFINE_boolean('overwrite', False, 'Remove an earlier run; start anew.')
 
 flags.DEFINE_enum('dataset', None, data.DATASETS, 'Images and labels.')
-flags.DEFINE_string('data_dir', None, 'Where the data set is; see the README.')
+flags.DEFINE_string(
+    'data_dir', None, 'Where the data set is; see docs/experiments.md.'
+)
 flags.DEFINE_boolean('emnist_only_digits', None, 'EMNIST without letters.')
 flags.DEFINE_boolean(
     'standardize', None, 'Give pixels mean 0 and variance 1.'
 )
-flags.DEFINE_enum('partition', None, data.PARTITIONS, 'Who has which data.')
+flags.DEFINE_enum(
+    'partition',
+    None,
+    data.PARTITIONS,
+    'How examples are divided among clients: at random, by labels (shards:'
+    ' about two labels per client), or by who wrote them.',
+)
 flags.DEFINE_float(
-    'dirichlet_alpha', None, 'Of the Dirichlet partition; small is uneven.'
+    'dirichlet_alpha',
+    None,
+    'Evenness of the Dirichlet partition; small is uneven.',
 )
 flags.DEFINE_float(
     'imbalance', None, 'Share that the rarest class keeps; none if not given.'
@@ -128,10 +138,11 @@ flags.DEFINE_float(
 flags.DEFINE_float(
     'inner_fraction',
     None,
-    'Part of the examples of a client behind the inner loss.',
+    "Share of a client's examples that the inner loss uses; the outer loss uses"
+    ' the others.',
 )
 _integer('num_clients', 'How many clients there are, m.')
-_integer('clients_per_round', 'How many take part in an epoch.')
+_integer('clients_per_round', 'How many clients take part in an epoch.')
 
 
 # The flags that are options of methods and nothing else.
@@ -172,9 +183,11 @@ def method_options(method: str) -> dict[str, Option]:
 
 define_method_flags()
 
-flags.DEFINE_enum('backbone', None, ('mlp', 'cnn'), 'What x parametrises.')
+flags.DEFINE_enum(
+    'backbone', None, ('mlp', 'cnn'), 'The network whose weights are x.'
+)
 flags.DEFINE_list('hidden', None, 'Widths of hidden layers.')
-_positive('ridge', 'Weight of the squared norm.')
+_positive('ridge', 'Weight of the squared norm in the loss.')
 flags.DEFINE_boolean(
     'tune_class_weights', None, 'Let x weigh the classes, too.'
 )
@@ -185,11 +198,11 @@ flags.DEFINE_float(
 )
 _integer(
     'wrong_labels_seed',
-    'Of the wrong labels; the seed of the run if it is not given.',
+    'Seed of the wrong labels; that of the run if it is not given.',
     0,
 )
 flags.DEFINE_string('problem', None, 'One of the problems of an experiment.')
-_integer('dimension', 'Of x and y.')
+_integer('dimension', 'Dimension of x and y.')
 _positive('spread', 's, how far apart the clients are.')
 _positive('coupling', 'Weight of the term that couples x and y.')
 _positive('rho', 'Price of weighing clients unevenly.')

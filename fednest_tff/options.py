@@ -9,6 +9,7 @@ the help from its docstring, so that nothing is written twice.
 
 from collections.abc import Callable
 import dataclasses
+import difflib
 import inspect
 import re
 import types
@@ -197,9 +198,11 @@ def arguments_of(
   known = options_of(builder)
   for name in options:
     if name not in known:
+      close = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+      hint = f' Did you mean `{close[0]}`?' if close else ''
       raise ValueError(
           f'`{name}` is no option of {method}, which has:'
-          f' {", ".join(sorted(known))}.'
+          f' {", ".join(sorted(known))}.{hint}'
       )
   for name, places in known.items():
     if name not in options and any(p.default is REQUIRED for p in places):

@@ -9,7 +9,7 @@ import tensorflow as tf
 import fednest_tff
 
 METHODS_PAGE = pathlib.Path(__file__).parent.parent / 'docs' / 'methods.md'
-P, Q, T, N, S = 7000, 300, 2, 4, 3
+X, Y, T, N, S = 7000, 300, 2, 4, 3
 
 
 def _rows():
@@ -26,18 +26,18 @@ ROWS = _rows()
 
 
 def _value(formula):
-  """The number that a formula such as '2p + (T + NS)q' stands for."""
+  """The number that a formula such as '2X + (T + NS)Y' stands for."""
   text = formula.replace('−', '-')
   # Products of letters, numbers and brackets that stand side by side.
   text = re.sub(r'(?<=[\w)])(?=[A-Za-z(])', '*', text)
   text = text.replace(' *', ' ')
-  return eval(text, dict(p=P, q=Q, T=T, N=N, S=S))
+  return eval(text, dict(X=X, Y=Y, T=T, N=N, S=S))
 
 
 def test_formulas_are_read():
-  assert _value('2p + (T + 2 + (N − 1)S)q') == 2 * P + (T + 2 + (N - 1) * S) * Q
+  assert _value('2X + (T + 2 + (N − 1)S)Y') == 2 * X + (T + 2 + (N - 1) * S) * Y
   assert _value('2T + N + 2') == 2 * T + N + 2
-  assert _value('2p + 3Tq') == 2 * P + 3 * T * Q
+  assert _value('2X + 3TY') == 2 * X + 3 * T * Y
 
 
 def _problem():
@@ -45,7 +45,7 @@ def _problem():
     return tf.reduce_mean(batch) * (tf.reduce_sum(x**2) + tf.reduce_sum(y**2))
 
   return fednest_tff.bilevel(
-      loss, loss, lambda seed: tf.ones([P]), lambda seed: tf.ones([Q]),
+      loss, loss, lambda seed: tf.ones([X]), lambda seed: tf.ones([Y]),
       tf.TensorSpec([], tf.float32),
   )
 

@@ -160,6 +160,11 @@ def test_wrong_options_name_option_and_method(method, option):
     fednest_tff.build(quadratic.build_problem(), method, **{option: 1})
 
 
+def test_a_misspelt_option_is_guessed():
+  with pytest.raises(ValueError, match='Did you mean `inner_learning_rate`[?]'):
+    fednest_tff.build(quadratic.build_problem(), inner_learning_rat=1)
+
+
 def test_what_cannot_be_registered():
   with pytest.raises(ValueError, match="`name` 'fednest' is registered"):
     fednest_tff.register('fednest', build_mine)

@@ -29,41 +29,51 @@ from experiments.reproduce import (
 )
 from fednest_tff import simulation
 
-_FIGURES = (*sets.FIGURES, 'theory', 'code')
-_FIGURE = flags.DEFINE_list(
-    'figure', ['all'], f'Some of {", ".join(_FIGURES)}, or all.'
-)
-# Not the flag of the single experiments.
-_PRESET = flags.DEFINE_enum(
-    'preset', 'quick', sets.PRESETS, 'How large.', allow_override=True
-)
+FIGURES = (*sets.FIGURES, 'theory', 'code')
 FLAGS = flags.FLAGS
 _SPREAD = 'Means ± standard deviations over seeds.'
-_OWN = ('data_dir', 'output_dir', 'seeds', 'epochs')
+_SHARED = ('data_dir', 'output_dir', 'seeds', 'epochs')
+
+
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+  """Defines the flags; four are those of the experiments."""
+  flags.DEFINE_list(
+      'figure', ['all'], f'Some of {", ".join(FIGURES)}, or all.', values
+  )
+  # Not the flag of the single experiments.
+  flags.DEFINE_enum(
+      'preset', 'quick', sets.PRESETS, 'How large.', values,
+      allow_override=True,
+  )
+  for name in _SHARED:
+    if values is FLAGS:
+      FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
+    else:
+      values[name] = FLAGS[name]
 
 
 def _chosen() -> list[str]:
-  known = sets.TUNED_FIGURES if _PRESET.value == 'tuned' else _FIGURES
-  if _FIGURE.value == ['all']:
+  known = sets.TUNED_FIGURES if FLAGS.preset == 'tuned' else FIGURES
+  if FLAGS.figure == ['all']:
     return list(known)
-  for name in _FIGURE.value:
+  for name in FLAGS.figure:
     if name not in known:
       raise settings_lib.SettingsError(
           f'--figure={name} is none of {", ".join(known)}, all, with'
-          f' --preset={_PRESET.value}'
+          f' --preset={FLAGS.preset}'
       )
-  return _FIGURE.value
+  return FLAGS.figure
 
 
 def _preset() -> sets.Preset:
-  needs_data = _PRESET.value != 'quick' and any(
+  needs_data = FLAGS.preset != 'quick' and any(
       name[0] in '2356c' for name in _chosen()
   )
   if needs_data and FLAGS.data_dir is None:
     raise settings_lib.SettingsError(
-        f'--preset={_PRESET.value} needs --data_dir with the four MNIST files'
+        f'--preset={FLAGS.preset} needs --data_dir with the four MNIST files'
     )
-  preset = sets.make_preset(_PRESET.value, FLAGS.data_dir, FLAGS.seeds)
+  preset = sets.make_preset(FLAGS.preset, FLAGS.data_dir, FLAGS.seeds)
   if FLAGS.epochs is not None:
     epochs = dict(epochs=FLAGS.epochs)
     preset = preset._replace(
@@ -92,7 +102,7 @@ def _made_by(preset: sets.Preset) -> str:
   """The command, the commit, the versions and the machine."""
   about = program.about()
   versions = ', '.join(f'{k} {v}' for k, v in about['versions'].items())
-  command = f'--figure={",".join(_FIGURE.value)} --preset={preset.name}'
+  command = f'--figure={",".join(FLAGS.figure)} --preset={preset.name}'
   if FLAGS.epochs is not None:
     command += f' --epochs={FLAGS.epochs}'
   return (
@@ -114,7 +124,7 @@ def _write_claims(found: list[dict], preset: sets.Preset, folder: str) -> None:
   merged = [c for c in before if c['figure'] not in now] + [
       claim | dict(made_by=made_by) for claim in found
   ]
-  merged.sort(key=lambda claim: _FIGURES.index(claim['figure']))
+  merged.sort(key=lambda claim: FIGURES.index(claim['figure']))
   simulation.write_json(path, merged)
   text = claims.to_markdown(merged, f'# Claims\n\n{_SPREAD}')
   with open(os.path.join(folder, 'claims.md'), 'w') as file:
@@ -174,7 +184,7 @@ def main(argv: list[str]) -> int:
   try:
     if len(argv) > 1:
       raise settings_lib.SettingsError(f'unexpected argument {argv[1]!r}')
-    folder = FLAGS.output_dir or f'outputs/reproduce-{_PRESET.value}'
+    folder = FLAGS.output_dir or f'outputs/reproduce-{FLAGS.preset}'
     reproduce(_chosen(), _preset(), folder)
   except (Exception, KeyboardInterrupt) as error:
     return program.end_with(error)
@@ -183,6 +193,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == '__main__':
   tff.framework.set_default_context(runtimes.NoRuntime())
-  for name in _OWN:
-    FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
+  define_flags()
   program.start(main)

@@ -144,6 +144,11 @@ def rate_hparams(
 ) -> dict[str, method.HyperParameter]:
   """The local step sizes of the variables that the problem has."""
   names = [f'{v}_learning_rate' for v in variables_of(problem) if v]
+  if problem.is_implicit and work.linear_learning_rate is None:
+    raise ValueError(
+        '`linear_learning_rate` is missing: the step size of the third'
+        ' variable. Try that of y, `inner_learning_rate`, first.'
+    )
   return method.learning_rates(
       allow_zero=True, **{name: getattr(work, name) for name in names}
   )

@@ -33,6 +33,14 @@ class FederatedImages(NamedTuple):
   num_classes: int
   image_shape: tuple[int, ...]
 
+  def __repr__(self) -> str:
+    training = sum(len(labels) for _, labels in self.arrays.values())
+    return (
+        f'<FederatedImages: {len(self.arrays)} clients, {training} training and'
+        f' {len(self.test_labels)} test examples, {self.num_classes} classes,'
+        f' images {"x".join(map(str, self.image_shape))}>'
+    )
+
 
 class ArrayClientData(tff.simulation.datasets.ClientData):
   """A `ClientData` over arrays in memory.

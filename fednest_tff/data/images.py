@@ -44,6 +44,13 @@ class LabelledImages(NamedTuple):
   train_writers: Labels | None = None
   test_writers: Labels | None = None
 
+  def __repr__(self) -> str:
+    return (
+        f'<LabelledImages: {len(self.train_labels)} training and'
+        f' {len(self.test_labels)} test examples, {self.num_classes} classes,'
+        f' images {"x".join(map(str, self.train_images.shape[1:]))}>'
+    )
+
 
 def fingerprint(images: LabelledImages) -> str:
   """A hash of all images, labels and writers, the same wherever they are."""

@@ -72,7 +72,7 @@ def learning_rates(
   found = {}
   for name, value in rates.items():
     if value is None:
-      raise ValueError(f'`{name}` is missing.')
+      raise ValueError(f'`{name}` is missing: a step size, such as 0.1.')
     if callable(value):
       _check_schedule(name, value)
       found[name] = HyperParameter(1.0, _scheduled(name, value))

@@ -41,12 +41,14 @@ class LocalWork:
   """The local steps that a client takes on one variable between two messages.
 
   Attributes:
-    learning_rate: alpha (outer) or beta (inner): a number, or a function of the
-      epoch. Needed for each variable that the problem has.
-    steps: tau_i: a number, or a function of the client's examples. Default: one
-      pass over the inner examples, one step on the outer variable.
-    epochs: tau_i counted in passes over the client's examples, epochs *
-      ceil(n_i / B), in place of `steps`.
+    learning_rate: The local step size, alpha of x (outer) or beta of y (inner):
+      a number, or a function of the epoch. Needed for each variable that the
+      problem has.
+    steps: How many local steps, tau_i: a number, or a function of the client's
+      examples. Default: one pass over the inner examples, one step on the outer
+      variable.
+    epochs: How many local steps, counted in passes over the client's examples:
+      tau_i = epochs * ceil(n_i / B), in place of `steps`.
     batch_size: B, the size of minibatches; all of a client's examples if it is
       not given.
     divide_by_steps: Whether alpha_i = alpha / tau_i and beta_i = beta / tau_i,

@@ -68,10 +68,10 @@ class SimultaneousWork:
     linear_learning_rate: The local step size of the third variable, v (w in the
       penalty method).
     outer_learning_rate: The local step size of x.
-    local_steps: tau_i: a number, or a function of the client's inner examples
-      (outer ones without an inner problem). Default: 1.
-    local_epochs: tau_i counted in passes over those examples, in place of
-      `local_steps`.
+    local_steps: How many local steps, tau_i: a number, or a function of the
+      client's inner examples (outer ones without an inner problem). Default: 1.
+    local_epochs: How many local steps, counted in passes over those examples,
+      in place of `local_steps`.
     batch_size: B, the size of minibatches; all of a client's examples if it is
       not given.
     divide_by_local_steps: Whether a client divides its local step sizes by

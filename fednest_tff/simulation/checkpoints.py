@@ -251,6 +251,7 @@ class Checkpoints(tff.program.ProgramStateManager):
       newest: int,
       manifest: Manifest | None = None,
       table: Callable[[], Table] | None = None,
+      compare: Callable[[Value, Value], None] | None = None,
   ):
     """Opens the states of a run.
 
@@ -260,10 +261,12 @@ class Checkpoints(tff.program.ProgramStateManager):
         are removed, since going on from there would leave a gap.
       manifest: The checksums; `None` for those in the directory.
       table: The metrics so far; `None` if states come without them.
+      compare: Called with the initial state and the newest one that was saved.
     """
     self._directory = os.path.join(directory, CHECKPOINTS)
     self._newest = newest
     self._table = table
+    self._compare = compare
     with errors.file_errors(directory, 'read'):
       self._manifest = manifest or Manifest(directory)
     with errors.file_errors(self._directory):
@@ -331,7 +334,7 @@ class Checkpoints(tff.program.ProgramStateManager):
         self._remove(version)
         continue
       try:
-        return await self.load(version, structure), version
+        found = await self.load(version, structure)
       except DamagedError as error:
         logging.warning(
             'The checkpoint of epoch %d in %r is damaged (%s); going back to'
@@ -342,6 +345,10 @@ class Checkpoints(tff.program.ProgramStateManager):
         )
         # Or else its epoch could not be saved again.
         self._remove(version)
+        continue
+      if self._compare is not None:
+        self._compare(structure, found)
+      return found, version
     return None, 0
 
   async def save(self, program_state: Value, version: int) -> None:

@@ -166,6 +166,12 @@ def make_figure(
   """
   from matplotlib.figure import Figure  # No pyplot: the backend stays.
 
+  for name, rows in runs.items():
+    if not rows or isinstance(rows[0], Mapping):
+      raise ValueError(
+          f'`runs` needs a list of runs for {name!r}, such as [train(...)]; got'
+          f' {"the rows of one" if rows else "none"}.'
+      )
   runs = {_label(name): rows for name, rows in runs.items()}
   shown = _axes_that_differ(runs)
   figure = Figure(

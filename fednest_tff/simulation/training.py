@@ -8,6 +8,7 @@ with the numbers of one that was not.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 import tqdm
 
+from fednest_tff.federated.process import NestedState
 from fednest_tff.runtime.communication import communication_cost
 from fednest_tff.runtime.driver import Driver
 from fednest_tff.simulation import checkpoints, errors, records
@@ -90,6 +92,30 @@ class _Signals:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
     self._previous.clear()
+
+
+def _warn_of_other_steps(directory: str, now: Value, before: Value) -> None:
+  """Says so if a run began with other step sizes than it has now.
+
+  Args:
+    directory: Of the run.
+    now: The initial state of the process that was built.
+    before: The state that the run goes on from.
+  """
+  if not isinstance(now, NestedState) or not isinstance(before, NestedState):
+    return
+  changes = [
+      f'`{name}` was {float(before.hparams[name]):g} and is {float(value):g}'
+      for name, value in now.hparams.items()
+      if float(value) != float(before.hparams[name])
+  ]
+  if changes:
+    logging.warning(
+        '%r holds a run that began with other step sizes (%s). It goes on with'
+        ' those; choose another directory for the new ones.',
+        directory,
+        ', '.join(changes),
+    )
 
 
 class _Watched:
@@ -223,6 +249,10 @@ def train(
 ) -> list[Row]:
   """Runs one method to its last epoch, from where it stopped if it did.
 
+  A directory belongs to one problem with its options. If step sizes have
+  changed since the run began, there is a warning, and the run goes on with its
+  own. No other change is noticed; `RunDirectory` refuses other settings.
+
   Args:
     trial: The problem, its data and its evaluation.
     method: What `trial.build` is asked for.
@@ -268,7 +298,11 @@ def train(
         manifest,
     )
   manager = checkpoints.Checkpoints(
-      directory, recorder.last_epoch, manifest, lambda: recorder.table
+      directory,
+      recorder.last_epoch,
+      manifest,
+      lambda: recorder.table,
+      functools.partial(_warn_of_other_steps, directory),
   )
   signals = _Signals()
   watched = _Watched(process, signals)

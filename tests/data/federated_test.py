@@ -236,3 +236,15 @@ def test_sampled_digits_in_a_federated_computation():
   ]
   expected = sum(federated.arrays[name][1].sum() for name in names)
   assert add_all(datasets) == expected > 0
+
+
+def test_what_is_printed_is_short():
+  images = load('digits')
+  assert repr(images) == (
+      '<LabelledImages: 1438 training and 359 test examples, 10 classes, images'
+      ' 8x8>'
+  )
+  assert repr(federate(images, 'iid', 6, seed=0)) == (
+      '<FederatedImages: 6 clients, 1438 training and 359 test examples, 10'
+      ' classes, images 8x8>'
+  )

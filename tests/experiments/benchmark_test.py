@@ -137,17 +137,19 @@ def test_later_run_replaces_rows_and_keeps_others(launcher, made, tmp_path):
   assert {name for name in rows if again[name] != rows[name]} == {'floor'}
 
 
-def test_unknown_setting_is_named(launcher, tmp_path):
+def test_wrong_flags_are_named(launcher, tmp_path):
   directory = tmp_path / 'made'
   for flag, message in [
       ('--only=ceiling', "--only=ceiling is none of 'floor', 'in process'"),
       ('--group=ceiling', 'value should be one of <headline|deep|clients|'),
+      ('--hidden=8,few', '--hidden=8,few must be positive integers'),
   ]:
     code, printed = run(
         launcher, tmp_path, flag, f'--output_dir={directory}'
     )
-    assert code == 1
-    assert message in printed
+    assert code == 2
+    assert printed.startswith('error: ') and message in printed
+    assert len(printed.splitlines()) == 1
   assert not directory.exists()
 
 

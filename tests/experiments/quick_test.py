@@ -25,7 +25,9 @@ def test_the_copy_is_current(launcher, tmp_path):
 
 def test_every_binary_is_in_the_copy():
   copy = json.loads(pathlib.Path(quick.COPY).read_text())
-  assert copy.keys() == {*binaries.EXPERIMENTS, 'compare'}
+  assert copy.keys() == {
+      *binaries.EXPERIMENTS, 'benchmark', 'compare', 'reproduce'
+  }
 
 
 def test_the_originals_are_as_before():
@@ -68,6 +70,34 @@ def test_wrong_flags(capsys, name, arguments, part):
 
 
 @pytest.mark.parametrize(
+    ('name', 'arguments', 'part'),
+    [
+        ('benchmark', ['--only=ceiling'], "none of 'floor', 'in process'"),
+        ('benchmark', ['--only=floor', '--group=ceiling'], '--group=ceiling'),
+        ('benchmark', ['--examples=9'], '--examples=9'),
+        ('reproduce', ['--figure=5,7'], '--figure=7 is none of 2a, 2b'),
+        ('reproduce', ['--preset=large'], '--preset=large'),
+        ('reproduce', ['--seeds=0'], '--seeds=0'),
+    ],
+)
+def test_wrong_flags_of_the_others(capsys, name, arguments, part):
+  test_wrong_flags(capsys, name, arguments, part)
+
+
+@pytest.mark.parametrize(
+    ('name', 'arguments'),
+    [
+        ('benchmark', ['--only=floor', '--only=in process, loop',
+                       '--group=deep', '--group=methods', '--hidden=8,4']),
+        ('reproduce', ['--figure=2a,theory', '--preset=tuned', '--seeds=2']),
+        ('reproduce', ['--figure=all']),
+    ],
+)
+def test_right_flags_of_the_others(name, arguments):
+  quick.check(name, arguments)
+
+
+@pytest.mark.parametrize(
     'arguments',
     [
         [],
@@ -93,24 +123,64 @@ def test_a_flag_file(tmp_path, capsys):
   assert "'mine'" in capsys.readouterr().err
 
 
-def test_tensorflow_is_not_imported(tmp_path):
+@pytest.fixture
+def run(tmp_path):
+  """Runs a program where TensorFlow cannot be imported."""
   (tmp_path / 'tensorflow.py').write_text('raise SystemExit(99)')
   (tmp_path / 'tensorflow_federated.py').write_text('raise SystemExit(99)')
 
-  def run(*arguments):
+  def run(name, *arguments):
     return subprocess.run(
-        [sys.executable, '-m', 'experiments.loss_tuning', *arguments],
+        [sys.executable, '-m', f'experiments.{name}', *arguments],
         cwd=ROOT, env={'PYTHONPATH': str(tmp_path)}, capture_output=True,
         text=True, check=False,
     )
 
-  shown = run('--help')
+  return run
+
+
+@pytest.mark.parametrize(
+    ('name', 'parts'),
+    [
+        ('loss_tuning', [
+            'VS-loss',
+            'experiments.loss_tuning:',
+            '--preset: Defaults that go together: tuned, paper.',
+            'With --preset=paper: 0.02.',
+        ]),
+        ('benchmark', [
+            'Seconds per epoch',
+            'experiments.benchmark:',
+            '--group: <headline|deep|',
+            '--epochs: Timed epochs after the first. (default:',
+        ]),
+        ('reproduce', [
+            "behind the paper's figures",
+            'experiments.reproduce:',
+            '--preset: <quick|paper|tuned>: How large.',
+            '--seeds: How many seeds',
+        ]),
+    ],
+)
+def test_help_without_tensorflow(run, name, parts):
+  shown = run(name, '--help')
   assert shown.returncode == 0
   text = ' '.join(shown.stdout.split())
-  assert 'VS-loss' in text and 'experiments.loss_tuning:' in text
-  assert '--preset: Defaults that go together: tuned, paper.' in text
-  assert 'With --preset=paper: 0.02.' in text
-  wrong = run('--epochs=-1')
-  assert wrong.returncode == 2 and '--epochs=-1' in wrong.stderr
+  for part in parts:
+    assert part in text
+
+
+@pytest.mark.parametrize(
+    ('name', 'wrong', 'part'),
+    [
+        ('loss_tuning', '--epochs=-1', '--epochs=-1'),
+        # These are flags of other programs.
+        ('benchmark', '--method=fednest', "'method'"),
+        ('reproduce', '--runtime=native', "'runtime'"),
+    ],
+)
+def test_wrong_flags_without_tensorflow(run, name, wrong, part):
+  ended = run(name, wrong)
+  assert ended.returncode == 2 and part in ended.stderr
   # Whatever is right goes on, and needs it.
-  assert run('--epochs=1').returncode == 99
+  assert run(name, '--epochs=1').returncode == 99

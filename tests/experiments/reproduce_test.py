@@ -25,9 +25,12 @@ from tests.helpers import quadratic, reference
 
 @pytest.fixture
 def restored_context():
-  flags.FLAGS.mark_as_parsed()
+  """The flags of the program; afterwards they and the runtime are as before."""
   context = tff.framework.get_context_stack().current
-  yield
+  with flagsaver.flagsaver():
+    reproduce.define_flags()
+    flags.FLAGS.mark_as_parsed()
+    yield
   tff.framework.set_default_context(context)
 
 

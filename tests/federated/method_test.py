@@ -41,7 +41,7 @@ def test_a_schedule_has_a_factor():
 @pytest.mark.parametrize(
     ['bad', 'message'],
     [
-        (None, '`alpha` is missing.'),
+        (None, '`alpha` is missing: a step size, such as 0.1.'),
         ('fast', "`alpha` must be a positive number or a function of the epoch;"
                  " got 'fast'."),
         (0.0, '`alpha` must be positive and finite; got 0.0.'),

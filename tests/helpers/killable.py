@@ -118,16 +118,6 @@ def at(where: str, call: int, number: int | None, marker: str) -> None:
   setattr(owner, name, replacement)
 
 
-def _forget_flags() -> None:
-  """Makes room: the benchmark's flags have the names of other binaries'."""
-  from absl import flags
-
-  for module, found in flags.FLAGS.flags_by_module_dict().items():
-    if module.startswith('experiments.'):
-      for flag in list(found):
-        delattr(flags.FLAGS, flag.name)
-
-
 def _run(order: dict) -> None:
   log = os.open(order['log'], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
   os.dup2(log, 1)
@@ -151,8 +141,6 @@ def _run(order: dict) -> None:
   launch.prepare()
   launch._SECONDS_TO_REACT = order['seconds_to_react']
   module, *arguments = order['arguments']
-  if module == 'benchmark':
-    _forget_flags()
   sys.argv = [f'{module}.py', *arguments]
   # It is imported already, and runs once more as the program itself.
   sys.modules.pop(f'experiments.{module}', None)

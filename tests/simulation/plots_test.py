@@ -151,3 +151,12 @@ def test_draw_without_a_value(tmp_path):
   assert os.path.exists(
       simulation.draw({'a': [rows]}, logarithmic, str(tmp_path / 'log'))
   )
+
+
+@pytest.mark.parametrize(
+    ('runs', 'message'),
+    [({'a': rows_of([0.1])}, "'a', .* the rows of one"), ({'a': []}, 'none')],
+)
+def test_runs_that_are_no_lists_of_runs(runs, message):
+  with pytest.raises(ValueError, match=f'`runs` .*{message}'):
+    simulation.make_figure(runs, CURVE)

@@ -171,3 +171,22 @@ def test_what_one_round_of_the_driver_sends():
       'hypergradient': x + y + p + seed,
       'outer_update': x + y + h + step_size + seed,
   }
+
+
+def test_other_step_sizes_are_told(in_process, tmp_path, caplog):
+  """The run goes on with its own; the same ones cause no warning."""
+  resolved = minimax.EXPERIMENT.resolve(dict(num_clients=2, dimension=2))
+
+  def train(epochs, **settings):
+    vars(resolved).update(settings)
+    trial = minimax.EXPERIMENT.make_trial(resolved, 0)
+    return simulation.train(trial, 'fedavg_s', epochs, str(tmp_path))
+
+  caplog.set_level('WARNING')
+  before = train(2)
+  assert train(2) == before and not caplog.messages
+  assert train(2, outer_learning_rate=0.25) == before
+  (message,) = caplog.messages
+  assert f'{str(tmp_path)!r} holds a run' in message
+  assert '`outer_learning_rate` was 0.05 and is 0.25' in message
+  assert 'inner' not in message

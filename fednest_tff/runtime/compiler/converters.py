@@ -10,8 +10,10 @@ nothing for other users of TensorFlow. It falls back to TensorFlow's own where
 it does not apply.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
 import importlib
+import logging
 
 import numpy as np
 import tensorflow as tf
@@ -217,6 +219,21 @@ def attach(operations: Iterable[tf.Operation]) -> None:
       operation.pfor_converter = converter
 
 
+def _is_for_users(record: logging.LogRecord) -> bool:
+  return 'Fix that!' not in record.getMessage()
+
+
+@contextlib.contextmanager
+def _without_notes() -> Iterator[None]:
+  """Hides what TensorFlow's authors note for themselves in its log."""
+  logger = tf.get_logger()
+  logger.addFilter(_is_for_users)
+  try:
+    yield
+  finally:
+    logger.removeFilter(_is_for_users)
+
+
 def vectorized_map(
     function: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     rows: Sequence[tf.Tensor],
@@ -243,4 +260,5 @@ def vectorized_map(
 
   # Or else AutoGraph reads the source of TensorFlow's own functions.
   at_once = tf.autograph.experimental.do_not_convert(control_flow_ops.pfor)
-  return at_once(compute, tf.shape(rows[0])[0], warn=False)
+  with _without_notes():
+    return at_once(compute, tf.shape(rows[0])[0], warn=False)

@@ -128,7 +128,9 @@ def check_dataset(value: Value, value_type: tff.SequenceType) -> None:
   if not isinstance(value, tf.data.Dataset):
     if not isinstance(value, (list, tuple)):
       raise TypeError(
-          f'Expected a dataset of {value_type.element}; got {value!r}.'
+          f'Expected a dataset of {value_type.element}; got'
+          f' {type(value).__name__}. `tf.data.Dataset.from_tensor_slices` makes'
+          ' one from arrays.'
       )
     return
   if value.cardinality() == tf.data.INFINITE_CARDINALITY:
@@ -141,9 +143,14 @@ def check_dataset(value: Value, value_type: tff.SequenceType) -> None:
   if len(expected) != len(found) or not all(
       a.is_compatible_with(b) for a, b in zip(expected, found, strict=True)
   ):
+    is_batched = len(expected) == len(found) and all(
+        b.shape.rank and a.shape.is_compatible_with(b.shape[1:])
+        for a, b in zip(expected, found, strict=True)
+    )
     raise TypeError(
         f'Expected a dataset of {value_type.element}; got elements of'
         f' {value.element_spec}.'
+        f'{" Leave out `batch`, or add `unbatch()`." if is_batched else ""}'
     )
 
 

@@ -149,6 +149,16 @@ def test_elements_of_a_dataset():
             tff.SequenceType(np.int32),
             'Expected a dataset of int32',
         ),
+        (
+            tf.data.Dataset.from_tensors(1).batch(2),
+            tff.SequenceType(np.int32),
+            'Expected a dataset of int32; .* add `unbatch',
+        ),
+        (
+            np.zeros([2], np.int32),
+            tff.SequenceType(np.int32),
+            'Expected a dataset of int32; got ndarray.*from_tensor_slices',
+        ),
         ((1,), NAMED, 'Expected 2 elements'),
         ([dict(b=1)], tff.SequenceType(NAMED), 'Expected .* keys'),
     ],
