@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from fednest_tff import simulation
 from tests.helpers import killable
 from tests.helpers.killable import without_seconds
 
@@ -160,6 +161,7 @@ def test_killed_while_writing(launcher, reference, tmp_path):
       ('csv_after', 5),
       ('checkpoint_after', 3),
       ('old_checkpoint', 1),
+      ('weights.npz', 1),
       ('summary.json', 1),
       ('plot.png', 1),
   ]
@@ -173,6 +175,7 @@ def test_killed_while_writing(launcher, reference, tmp_path):
   assert without_seconds(directory / 'metrics.csv') == reference
   assert not leftovers(directory)
   assert (directory / 'plot.png').exists()
+  assert simulation.has_weights(str(directory), 30)
   assert 'Traceback' not in log.read_text()
 
 
