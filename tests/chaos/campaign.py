@@ -55,11 +55,11 @@ _OFTEN = (
     'manifest.json', 'csv_half', 'csv_before', 'csv_after', 'checkpoint_half',
     'checkpoint_before', 'checkpoint_after', 'old_checkpoint',
 )
-# After the first row there are epochs, files and plots for about this part of
-# the time; the rest is tracing.
-_PART_OF_EPOCHS = 0.4
-# How often each part is drawn. A kill is one run that is killed 3 to 10 times.
-_WEIGHTS = dict(kill=8, damage=12, signal=2, full_disk=1, flags=0.5, api=0.5)
+# About the part of a run's time that it takes to start and be traced, that
+# its other epochs take, and that a run takes which has ended already.
+_START, _EPOCHS_PART, _AGAIN = 0.6, 0.15, 0.15
+# How often each part is drawn. A kill is one run that is killed 4 to 11 times.
+_WEIGHTS = dict(kill=5, damage=12, signal=1, full_disk=0.5, flags=0.4, api=0.4)
 
 
 class Counts:
@@ -207,42 +207,66 @@ class Worker:
         self._counts.disturb(*key)
         return *key, found
 
-  def _kill_once(self, command, reference, is_new):
-    """Runs a command and kills it in one of three ways; returns its code."""
-    draw = self._rng.random()
-    if draw < 0.4:
-      kinds = self._rng.choice([_FIRST, _OFTEN, _LAST] if is_new else [
-          _OFTEN, _OFTEN, _LAST
+  def _kills(self, seconds):
+    """How a run that takes `seconds` is killed, from its start to its end.
+
+    Most of the time is tracing. So that epochs and the end are killed as often,
+    each has its share; what costs little, such as the end, is killed more.
+
+    Args:
+      seconds: That the undisturbed run took.
+
+    Yields:
+      The phase, flags, and options of `_run`.
+    """
+    rng = self._rng
+    for _ in range(rng.randint(1, 3)):
+      yield 'at the start', [], rng.choice([
+          dict(die_at=(rng.choice(_FIRST), 1)),
+          dict(kill_after=seconds * rng.uniform(0, _START)),
       ])
-      call = self._rng.randint(1, 3) if kinds is _OFTEN else 1
-      return self._run(command, die_at=(self._rng.choice(kinds), call))
-    if draw < 0.7:
-      seconds = reference.seconds * self._rng.uniform(0.001, _PART_OF_EPOCHS)
-      call = self._rng.randint(1, 3)
-      return self._run(command, die_at=('csv_after', call, seconds))
-    seconds = self._rng.uniform(0, reference.seconds)
-    return self._run(command, kill_after=seconds)
+    for _ in range(rng.randint(1, 3)):
+      call = rng.randint(1, 3)
+      later = seconds * rng.uniform(0.001, _EPOCHS_PART)
+      yield 'in epochs', [], rng.choice([
+          dict(die_at=(rng.choice(_OFTEN), call)),
+          dict(die_at=('csv_after', call, later)),
+      ])
+    yield 'at the end', [], dict(die_at=(rng.choice(_LAST), 1))
+    for _ in range(rng.randint(1, 4)):
+      # Also while it starts anew: then the earlier run comes back.
+      moment = rng.choice([
+          *((name, 1) for name in _FIRST), ('.earlier', rng.randint(1, 9))
+      ])
+      yield rng.choice([
+          ('at the end', [], dict(die_at=(rng.choice(_LAST[1:]), 1))),
+          ('at the end', [], dict(kill_after=seconds * rng.uniform(0, _AGAIN))),
+          ('anew', ['--overwrite'], dict(die_at=moment)),
+      ])
 
   def kill(self):
     """Kills a run some times; then it must end as if nothing had happened."""
     binary, method, reference = self._draw_reference()
     directory = self._folder('kill') / 'run'
     command = self._command(binary, method, directory)
-    for _ in range(self._rng.randint(3, 10)):
-      # Sometimes it is to start anew: the earlier run comes back, or goes.
-      anew = ['--overwrite'] if self._rng.random() < 0.15 else []
-      is_new = bool(anew) or not (directory / 'config.json').exists()
-      code = self._kill_once([*command, *anew], reference, is_new)
-      if code == 0:
-        break
-      if code not in (-signal.SIGKILL, -signal.SIGALRM):
-        raise FindingError(f'code {code}: {self._printed()[-600:]}')
-      self._counts.add('kills')
-    else:
+    history = [f'{binary} {method}']
+    try:
+      for phase, anew, options in self._kills(reference.seconds):
+        history.append(f'{phase} {options}')
+        code = self._run([*command, *anew], **options)
+        if code in (-signal.SIGKILL, -signal.SIGALRM):
+          self._counts.add('kills')
+          self._counts.add(f'kills {phase}')
+        elif code == 0:
+          self._check_equal(directory, reference)
+        else:
+          raise FindingError(f'code {code}: {self._printed()[-600:]}')
       code = self._run(command)
-    if code != 0:
-      raise FindingError(f'code {code}: {self._printed()[-600:]}')
-    self._check_equal(directory, reference)
+      if code != 0:
+        raise FindingError(f'code {code}: {self._printed()[-600:]}')
+      self._check_equal(directory, reference)
+    except FindingError as error:
+      raise FindingError(f'{"; ".join(history)}: {error}') from error
 
   def damage(self):
     """Damages files; the run ends as it should, or is refused."""
