@@ -172,10 +172,14 @@ def execute(
       title = f'[{k + 1}/{len(runs)}] {title}'
     if _read_failure(failed) is None:
       try:
-        if simulation.is_complete(metrics, settings.epochs):
+        is_complete = simulation.is_complete(metrics, settings.epochs)
+        if is_complete:
           # It may have been killed before it could say so.
           simulation.check_finite(simulation.read_rows(metrics)[-1], metrics)
-        else:
+        # Or before it had saved its weights.
+        if not is_complete or not simulation.has_weights(
+            path, settings.epochs
+        ):
           if seed not in trials:
             trials = {seed: _trial(experiment, settings, seed)}
           directory.check_data(trials[seed].fingerprint)

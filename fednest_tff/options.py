@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import re
+import sys
 import types
 import typing
 from typing import NamedTuple, TypeVar
@@ -247,7 +248,8 @@ def check_positive(name: str, value: object, alternative: str = '') -> float:
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     kind = ' '.join(['a positive number', alternative]).strip()
     raise ValueError(f'`{name}` must be {kind}; got {value!r}.')
-  if not 0 < value < float('inf'):
+  # An integer may be too large for a float.
+  if not 0 < value <= sys.float_info.max:
     raise ValueError(f'`{name}` must be positive and finite; got {value}.')
   return float(value)
 

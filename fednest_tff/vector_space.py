@@ -30,9 +30,16 @@ def specs(a: Structure) -> Structure:
   return tf.nest.map_structure(spec, a)
 
 
+def _tensor(leaf: Any) -> tf.Tensor:
+  found = tf.convert_to_tensor(leaf)
+  if found is None:  # Of classes of tensors, which are none themselves.
+    raise TypeError(f'{leaf!r} is no tensor')
+  return found
+
+
 def tensors(a: Structure) -> Structure:
   """`a` with every leaf (a NumPy array, a Python number) made a tensor."""
-  return tf.nest.map_structure(tf.convert_to_tensor, a)
+  return tf.nest.map_structure(_tensor, a)
 
 
 def constants(a: Structure) -> Structure:

@@ -183,7 +183,9 @@ def test_step_sizes_are_numbers(bad):
     options.check_positive('l', bad)
 
 
-@pytest.mark.parametrize('bad', [0, -0.1, float('inf'), float('nan')])
+@pytest.mark.parametrize(
+    'bad', [0, -0.1, float('inf'), float('nan'), 10**400]
+)
 def test_step_sizes_are_positive_and_finite(bad):
   with pytest.raises(ValueError) as caught:
     options.check_positive('rate', bad)

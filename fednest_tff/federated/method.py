@@ -95,7 +95,7 @@ def _check_schedule(name: str, schedule: Schedule) -> None:
     ) from error
   try:
     number = np.asarray(value, np.float64)
-  except (TypeError, ValueError):
+  except (OverflowError, TypeError, ValueError):
     number = np.full(2, np.nan)
   if number.ndim or not np.isfinite(number):
     raise ValueError(

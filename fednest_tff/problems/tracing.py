@@ -127,8 +127,7 @@ def run(
       _refuse_random(name, graph)
       try:
         result = tf.nest.map_structure(
-            lambda t: t if hasattr(t, 'numpy') else tf.convert_to_tensor(t),
-            found,
+            lambda t: t if tf.is_tensor(t) else vector_space.tensors(t), found
         )
       except (TypeError, ValueError) as error:
         raise ValueError(

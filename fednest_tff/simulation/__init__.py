@@ -25,7 +25,11 @@ from fednest_tff.simulation.records import (
 from fednest_tff.simulation.run_directory import RunDirectory, is_ours
 from fednest_tff.simulation.search import Range, StepRanges, Tried
 from fednest_tff.simulation.training import Process, Trial, train
-from fednest_tff.simulation.weights import load_weights, save_weights
+from fednest_tff.simulation.weights import (
+    has_weights,
+    load_weights,
+    save_weights,
+)
 
 __all__ = [
     'ClientWork',
@@ -50,6 +54,7 @@ __all__ = [
     'count_client_work',
     'draw',
     'file_errors',
+    'has_weights',
     'is_complete',
     'is_ours',
     'read_file',

@@ -1,8 +1,9 @@
 """Checksums of a run's records, so that damage is found and not believed.
 
 `manifest.json` has a checksum of the header and of every row of `metrics.csv`,
-one of every state in `checkpoints/`, and one of itself. It is written after
-what it describes: what it does not know has not been finished.
+one of every state in `checkpoints/`, one of `weights.npz`, and one of itself.
+It is written after what it describes: what it does not know has not been
+finished.
 """
 
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class Manifest:
     is_damaged: Whether there was a file that cannot be believed.
     lines: Checksums of the lines of `metrics.csv`, that of the header first.
     states: Digests of the states, by epoch.
+    weights: The epoch of `weights.npz` and its digest; `None` if there is none.
     evaluation: The columns that come from the evaluation.
     last_evaluated: The last epoch on record that was evaluated.
   """
@@ -56,6 +58,7 @@ class Manifest:
     self.is_damaged = False
     self.lines: list[str] = []
     self.states: dict[int, str] = {}
+    self.weights: tuple[int, str] | None = None
     self.evaluation: list[str] = []
     self.last_evaluated = 0
     if os.path.lexists(self.path):
@@ -70,6 +73,9 @@ class Manifest:
       raise ValueError('changed')
     self.lines = content['lines']
     self.states = {int(key): text for key, text in content['states'].items()}
+    # Earlier versions did not write them.
+    weights = content.get('weights')
+    self.weights = weights and (int(weights[0]), str(weights[1]))
     self.evaluation = content['evaluation']
     self.last_evaluated = content['last_evaluated']
 
@@ -82,6 +88,7 @@ class Manifest:
     content: dict[str, Any] = dict(
         lines=self.lines,
         states={str(key): text for key, text in sorted(self.states.items())},
+        weights=self.weights,
         evaluation=self.evaluation,
         last_evaluated=self.last_evaluated,
     )

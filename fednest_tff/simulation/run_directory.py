@@ -21,6 +21,7 @@ from absl import logging
 from fednest_tff.simulation import checkpoints, errors, files
 from fednest_tff.simulation.manifest import MANIFEST
 from fednest_tff.simulation.records import METRICS, TENSORBOARD
+from fednest_tff.simulation.weights import WEIGHTS
 
 _CONFIG = 'config.json'
 _LOCK = '.lock'
@@ -34,6 +35,7 @@ _FILES = (
     _CONFIG,
     METRICS,
     MANIFEST,
+    WEIGHTS,
     'not_finite.json',
     'summary.json',
     'plot.png',

@@ -27,7 +27,7 @@ from fednest_tff.runtime.communication import communication_cost
 from fednest_tff.runtime.driver import Driver
 from fednest_tff.simulation import checkpoints, errors, records
 from fednest_tff.simulation import weights as weights_lib
-from fednest_tff.simulation.manifest import Manifest
+from fednest_tff.simulation.manifest import Manifest, digest
 from fednest_tff.simulation.records import Row
 from fednest_tff.structures import Value
 
@@ -355,10 +355,13 @@ def train(
         metrics_managers=[recorder],
     )
     loop.run_until_complete(manager.save(state, epochs))
-    weights_lib.save_weights(
+    content = weights_lib.save_weights(
         os.path.join(directory, weights_lib.WEIGHTS),
         process.get_model_weights(state),
     )
+    manifest.weights = epochs, digest(content)
+    with errors.file_errors(directory):
+      manifest.write()
     # Or else a signal in the last epoch would not keep the next run from
     # starting.
     stop_if_asked(epochs)

@@ -1,11 +1,13 @@
 """Weights of a run in a file: plain NumPy arrays by name."""
 
+import io
 import os
 
 import numpy as np
 import tree
 
-from fednest_tff.simulation import errors
+from fednest_tff.simulation import errors, files
+from fednest_tff.simulation.manifest import Manifest, digest
 from fednest_tff.structures import Value
 
 WEIGHTS = 'weights.npz'
@@ -17,22 +19,47 @@ def _names(weights: Value) -> list[str]:
   ]
 
 
-def save_weights(path: str, weights: Value) -> None:
+def save_weights(path: str, weights: Value) -> bytes:
   """Writes weights, whole or not at all.
 
   Args:
     path: Of a .npz file. Each array has the name of its place, such as
       'outer/0/weight'; `numpy.load` reads it.
     weights: What `process.get_model_weights` returns.
+
+  Returns:
+    The content of the file.
   """
   arrays = dict(
       zip(_names(weights), map(np.asarray, tree.flatten(weights)), strict=True)
   )
-  temporary = f'{path}_temp'
+  file = io.BytesIO()
+  np.savez(file, **arrays)
   with errors.file_errors(path):
-    with open(temporary, 'wb') as file:
-      np.savez(file, **arrays)
-    os.replace(temporary, path)
+    files.write(path, file.getvalue())
+  return file.getvalue()
+
+
+def has_weights(directory: str, epoch: int) -> bool:
+  """Whether a run has the weights of an epoch, undamaged.
+
+  Args:
+    directory: Of the run.
+    epoch: Its last one.
+
+  Returns:
+    Whether `weights.npz` is what the manifest says.
+
+  Raises:
+    RunError: If a file cannot be read.
+  """
+  path = os.path.join(directory, WEIGHTS)
+  with errors.file_errors(path, 'read'):
+    expected = Manifest(directory).weights
+    # Not through a link: it is replaced by a file.
+    if os.path.islink(path) or not os.path.exists(path):
+      return False
+    return expected == (epoch, digest(files.read(path)))
 
 
 def load_weights(path: str, like: Value) -> Value:
@@ -52,13 +79,14 @@ def load_weights(path: str, like: Value) -> Value:
   if os.path.isdir(path):
     path = os.path.join(path, WEIGHTS)
   try:
-    with np.load(path, allow_pickle=False) as file:
+    content = files.read(path)
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
       found = {name: file[name] for name in file.files}
   except OSError as error:
     raise errors.RunError(
         f'cannot read {path!r}: {error.strerror or error}'
     ) from error
-  except ValueError as error:
+  except Exception as error:  # NumPy and zipfile raise all kinds here.
     raise errors.RunError(f'{path!r} is no file of weights') from error
   expected = {
       name: np.shape(leaf)

@@ -7,13 +7,13 @@ The last line has the counts; the exit code is 1 if there are findings.
 
 import argparse
 import pathlib
+import resource
 import sys
 import tempfile
 import threading
 import time
 
-from tests.chaos import campaign
-from tests.helpers import killable
+from tests.chaos import campaign, references
 
 
 def main() -> int:
@@ -26,20 +26,20 @@ def main() -> int:
   )
   chosen = parser.parse_args()
   counts, begin = campaign.Counts(), time.monotonic()
+  shared = references.References()
   end = begin + 60 * chosen.minutes
 
   def work(k):
-    launcher = killable.Launcher()
     worker = campaign.Worker(
         pathlib.Path(root) / str(k),
         1000 * chosen.seed + k,
         counts,
-        launcher,
         chosen.quick,
+        shared=shared,
     )
     while time.monotonic() < end:
       worker.step()
-    launcher.close()
+    worker.close()
 
   with tempfile.TemporaryDirectory(prefix='chaos-') as root:
     threads = [
@@ -55,6 +55,10 @@ def main() -> int:
         print(finding, flush=True)
         shown += 1
       print(counts.summary(time.monotonic() - begin), flush=True)
+  # Others may have kept the cores busy.
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
+  print(f'{used.ru_utime + used.ru_stime:.0f} s of processor time')
+  print(counts.summary(time.monotonic() - begin))
   return 1 if counts.findings else 0
 
 

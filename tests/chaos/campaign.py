@@ -12,9 +12,11 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 
-from tests.chaos import damage
-from tests.helpers.killable import without_seconds
+from tests.chaos import damage, references
+from tests.chaos.references import FindingError
+from tests.helpers import killable
 
 _SECONDS_TO_END = 300
 _EPOCHS = 8
@@ -35,23 +37,33 @@ BINARIES = {
     'personalization': [*_IMAGES, '--hidden=4'],
     'hyper_cleaning': _IMAGES,
 }
+# Those that are traced in half the time are drawn twice as often.
+_SHARES = dict.fromkeys(BINARIES, 1) | dict(
+    minimax=2, compositional=2, single_level=2
+)
 _METHODS = (
     'fednest', 'lfednest', 'fednest_sgd', 'lfednest_svrg', 'lfednest_nonalt',
     'fedavg_s', 'simfbo', 'shrofbo', 'fedmsa', 'fedbioacc', 'penalty',
     'aggitd', 'fedmbo', 'personal',
+    # Several runs in one directory.
+    'lfednest_nonalt,fedavg_s',
 )
 _PLACES = (
     'flags', 'data', 'directory', 'tracing', 'recording', 'drawing', 'printing'
 )
-_MOMENTS = (
-    '.fednest_tff', 'config.json', 'layout', 'manifest.json', 'summary.json',
-    'plot.png', 'csv_half', 'csv_before', 'csv_after', 'checkpoint_half',
+# Moments inside of writes: those that come once in a run, in the beginning and
+# at the end, and those that come in its epochs.
+_FIRST = ('.fednest_tff', 'config.json', 'layout')
+_LAST = ('weights.npz', 'summary.json', 'plot.png')
+_OFTEN = (
+    'manifest.json', 'csv_half', 'csv_before', 'csv_after', 'checkpoint_half',
     'checkpoint_before', 'checkpoint_after', 'old_checkpoint',
 )
-
-
-class FindingError(Exception):
-  """Something that must not happen."""
+# About the part of a run's time that it takes to start and be traced, that
+# its other epochs take, and that a run takes which has ended already.
+_START, _EPOCHS_PART, _AGAIN = 0.6, 0.15, 0.15
+# How often each part is drawn. A kill is one run that is killed 4 to 11 times.
+_WEIGHTS = dict(kill=5, damage=12, signal=1, full_disk=0.5, flags=0.4, api=0.4)
 
 
 class Counts:
@@ -61,10 +73,16 @@ class Counts:
     self._lock = threading.Lock()
     self.done = collections.Counter()
     self.findings = []
+    self._disturbed = set()
 
   def add(self, what, number=1):
     with self._lock:
       self.done[what] += number
+
+  def disturb(self, binary, method):
+    """Notes whose run is killed, damaged and so on."""
+    with self._lock:
+      self._disturbed.add((binary, method))
 
   def find(self, text):
     with self._lock:
@@ -73,25 +91,40 @@ class Counts:
   def summary(self, seconds):
     """One line."""
     done = ', '.join(f'{n} {what}' for what, n in sorted(self.done.items()))
-    return f'chaos: {seconds:.0f} s: {done}; {len(self.findings)} findings'
+    with self._lock:
+      binaries, methods = (
+          len({pair[k] for pair in self._disturbed}) for k in range(2)
+      )
+      pairs = len(self._disturbed)
+    return (
+        f'chaos: {seconds:.0f} s: {done}; {binaries} binaries, {methods}'
+        f' methods, {pairs} pairs; {len(self.findings)} findings'
+    )
 
 
 class Worker:
-  """One thread's part of the campaign, with a launcher and draws of its own.
+  """One thread's part of the campaign, with draws of its own.
 
-  The launcher is left open.
+  A launcher that is given is not closed. References may be shared by workers.
   """
 
-  def __init__(self, root, seed, counts, launcher, quick=False):
+  def __init__(
+      self, root, seed, counts, quick=False, launcher=None, shared=None
+  ):
     self._quick = quick
     self._root = pathlib.Path(root)
     self._seed = seed
     self._rng = random.Random(seed)
     self._counts = counts
-    self._launcher = launcher
-    self._references = {}
+    self._has_own_launcher = launcher is None
+    self._launcher = launcher or killable.Launcher()
+    self._references = shared or references.References()
     self._number = 0
     self._log = None
+
+  def close(self):
+    if self._has_own_launcher:
+      self._launcher.close()
 
   def _folder(self, name):
     self._number += 1
@@ -100,28 +133,31 @@ class Worker:
     self._log = folder / 'log.txt'
     return folder
 
-  def _end(self, child):
+  def _end(self, child, kill_after=None):
     """Waits for a child; one that does not end is a finding."""
-    hung = threading.Event()
+    timed_out = threading.Event()
 
     def kill():
-      hung.set()
-      os.kill(child, signal.SIGKILL)
+      timed_out.set()
+      try:
+        os.kill(child, signal.SIGKILL)
+      except ProcessLookupError:
+        pass
 
-    timer = threading.Timer(_SECONDS_TO_END, kill)
+    timer = threading.Timer(
+        _SECONDS_TO_END if kill_after is None else kill_after, kill
+    )
     timer.start()
     code = self._launcher.wait()
     timer.cancel()
-    if hung.is_set():
+    if timed_out.is_set() and kill_after is None:
       raise FindingError('hangs')
     return code
 
-  def _start(self, command, **options):
+  def _run(self, command, kill_after=None, **options):
     self._log.unlink(missing_ok=True)
-    return self._launcher.start(command, self._log, **options)
-
-  def _run(self, command, **options):
-    return self._end(self._start(command, **options))
+    child = self._launcher.start(command, self._log, **options)
+    return self._end(child, kill_after)
 
   def _printed(self):
     text = self._log.read_text(errors='replace')
@@ -140,15 +176,7 @@ class Worker:
 
   def _check_equal(self, directory, reference):
     self._printed()
-    if without_seconds(directory / 'metrics.csv') != reference:
-      raise FindingError('another result, in silence')
-    left = [
-        str(path) for path in directory.rglob('*')
-        if path.name.endswith('.tmp') or '.tmp.' in path.name
-        or path.name.startswith('.earlier')
-    ]
-    if left:
-      raise FindingError(f'leftovers: {left}')
+    reference.check(directory)
 
   def _command(self, binary, method, directory):
     return [
@@ -156,92 +184,129 @@ class Worker:
         f'--output_dir={directory}',
     ]
 
-  def _reference(self, binary, method):
-    """The metrics of an undisturbed run; `None` if it is refused."""
-    key = binary, method
-    if key not in self._references:
-      folder = self._folder('reference')
-      code = self._run(self._command(*key, folder / 'run'))
-      if code == 0:
-        found = folder / 'run', without_seconds(folder / 'run' / 'metrics.csv')
-      else:
-        self._check_refused(code)
-        self._counts.add('bad inputs')
-        found = None
-      self._references[key] = found
-    return self._references[key]
+  def _make_reference(self, binary, method):
+    """An undisturbed run; `None` if it is refused."""
+    folder = self._folder('reference')
+    directory, copies = folder / 'run', folder / 'copies'
+    begin = time.monotonic()
+    code = self._run(
+        self._command(binary, method, directory),
+        copies=(str(directory), str(copies)),
+    )
+    if code == 0:
+      seconds = time.monotonic() - begin
+      return references.read(directory, copies, seconds)
+    self._check_refused(code)
+    self._counts.add('bad inputs')
+    return None
 
   def _draw_reference(self):
+    """A binary, a method and their undisturbed run."""
     while True:
-      binary, method = 'minimax', 'fedavg_s'
+      key = 'minimax', 'fedavg_s'
       if not self._quick:
-        binary = self._rng.choice(list(BINARIES))
-        method = self._rng.choice(_METHODS)
-      found = self._reference(binary, method)
+        binary, = self._rng.choices(list(_SHARES), list(_SHARES.values()))
+        key = binary, self._rng.choice(_METHODS)
+      found = self._references.get(key, self._make_reference)
       if found is not None:
-        return binary, method, *found
+        self._counts.disturb(*key)
+        return *key, found
+
+  def _kills(self, seconds):
+    """How a run that takes `seconds` is killed, from its start to its end.
+
+    Most of the time is tracing. So that epochs and the end are killed as often,
+    each has its share; what costs little, such as the end, is killed more.
+
+    Args:
+      seconds: That the undisturbed run took.
+
+    Yields:
+      The phase, flags, and options of `_run`.
+    """
+    rng = self._rng
+    for _ in range(rng.randint(1, 3)):
+      yield 'at the start', [], rng.choice([
+          dict(die_at=(rng.choice(_FIRST), 1)),
+          dict(kill_after=seconds * rng.uniform(0, _START)),
+      ])
+    for _ in range(rng.randint(1, 3)):
+      call = rng.randint(1, 3)
+      later = seconds * rng.uniform(0.001, _EPOCHS_PART)
+      yield 'in epochs', [], rng.choice([
+          dict(die_at=(rng.choice(_OFTEN), call)),
+          dict(die_at=('csv_after', call, later)),
+      ])
+    yield 'at the end', [], dict(die_at=(rng.choice(_LAST), 1))
+    for _ in range(rng.randint(1, 4)):
+      # Also while it starts anew: then the earlier run comes back.
+      moment = rng.choice([
+          *((name, 1) for name in _FIRST), ('.earlier', rng.randint(1, 9))
+      ])
+      yield rng.choice([
+          ('at the end', [], dict(die_at=(rng.choice(_LAST[1:]), 1))),
+          ('at the end', [], dict(kill_after=seconds * rng.uniform(0, _AGAIN))),
+          ('anew', ['--overwrite'], dict(die_at=moment)),
+      ])
 
   def kill(self):
     """Kills a run some times; then it must end as if nothing had happened."""
-    binary, method, _, reference = self._draw_reference()
+    binary, method, reference = self._draw_reference()
     directory = self._folder('kill') / 'run'
     command = self._command(binary, method, directory)
-    for _ in range(self._rng.randint(1, 4)):
-      if self._rng.random() < 0.5:
-        moment = self._rng.choice(_MOMENTS), self._rng.randint(1, 3)
-        code = self._run(command, die_at=moment)
-      else:
-        child = self._start(command)
-        time.sleep(self._rng.uniform(0, 3))
-        try:
-          os.kill(child, signal.SIGKILL)
-        except ProcessLookupError:
-          pass
-        code = self._end(child)
-      if code == 0:
-        break
-      if code != -signal.SIGKILL:
+    history = [f'{binary} {method}']
+    try:
+      for phase, anew, options in self._kills(reference.seconds):
+        history.append(f'{phase} {options}')
+        code = self._run([*command, *anew], **options)
+        if code in (-signal.SIGKILL, -signal.SIGALRM):
+          self._counts.add('kills')
+          self._counts.add(f'kills {phase}')
+        elif code == 0:
+          self._check_equal(directory, reference)
+        else:
+          raise FindingError(f'code {code}: {self._printed()[-600:]}')
+      code = self._run(command)
+      if code != 0:
         raise FindingError(f'code {code}: {self._printed()[-600:]}')
-      self._counts.add('kills')
-    code = self._run(command)
-    if code != 0:
-      raise FindingError(f'code {code}: {self._printed()[-600:]}')
-    self._check_equal(directory, reference)
+      self._check_equal(directory, reference)
+    except FindingError as error:
+      raise FindingError(f'{"; ".join(history)}: {error}') from error
 
   def damage(self):
-    """Damages a file; the run ends as it should, or is refused."""
-    binary, method, finished, reference = self._draw_reference()
+    """Damages files; the run ends as it should, or is refused."""
+    binary, method, reference = self._draw_reference()
     directory = self._folder('damage') / 'run'
     command = self._command(binary, method, directory)
+    source = reference.directory
     if self._rng.random() < 0.5:
-      shutil.copytree(finished, directory)
-    else:
-      moment = 'csv_after', self._rng.randint(2, _EPOCHS)
-      if self._run(command, die_at=moment) != -signal.SIGKILL:
-        raise FindingError('was not killed')
-    path = self._rng.choice(damage.files_of(directory))
-    kind = self._rng.choice(damage.KINDS)
-    self._counts.add('damaged files')
-    try:
+      # As if it had been killed.
+      source = self._rng.choice(sorted(reference.copies.iterdir()))
+    shutil.copytree(source, directory)
+    done = []
+    for _ in range(self._rng.choice((1, 1, 1, 2, 3))):
+      path = self._rng.choice(damage.files_of(directory))
+      kind = self._rng.choice(damage.KINDS)
       damage.damage(path, kind, self._rng)
+      done.append(f'{kind} {path.relative_to(directory)}')
+      self._counts.add('damaged files')
+    try:
       code = self._run(command)
+      if code != 0:
+        self._check_refused(code)
+        # Starting anew helps, unless the directory no longer looks like ours.
+        code = self._run([*command, '--overwrite'])
       if code == 0:
         self._check_equal(directory, reference)
       else:
         self._check_refused(code)
-        # Starting anew helps, unless the directory no longer looks like ours.
-        code = self._run([*command, '--overwrite'])
-        if code == 0:
-          self._check_equal(directory, reference)
-        else:
-          self._check_refused(code)
     except FindingError as error:
-      name = path.relative_to(directory)
-      raise FindingError(f'{kind} {name}: {error}') from error
+      where = f'{binary} {method} {source.name}: {", ".join(done)}'
+      raise FindingError(f'{where}: {error}') from error
 
   def signal(self):
     """Sends a signal in some phase; one line, and the run goes on later."""
-    binary, method, _, reference = self._draw_reference()
+    binary, method, reference = self._draw_reference()
     directory = self._folder('signal') / 'run'
     command = self._command(binary, method, directory)
     number = self._rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -259,7 +324,7 @@ class Worker:
 
   def full_disk(self):
     """Lets no file grow beyond some size; later there is space."""
-    binary, method, _, reference = self._draw_reference()
+    binary, method, reference = self._draw_reference()
     directory = self._folder('full') / 'run'
     command = self._command(binary, method, directory)
     limit = int(2 ** self._rng.uniform(0, 16))
@@ -285,26 +350,22 @@ class Worker:
       raise FindingError(f'{name}({seed}, {count}): {text[-1500:]}')
     return int(text.splitlines()[-1])
 
-  def flags(self, count=40):
+  def flags(self, count=60):
     """Bad flags."""
     self._counts.add('bad inputs', self._call('fuzz_flags', count))
 
-  def api(self, count=20):
+  def api(self, count=40):
     """Bad arguments of functions."""
     self._counts.add('bad inputs', self._call('fuzz_api', count))
 
   def step(self):
     """One part of the campaign, drawn at random."""
-    part, = self._rng.choices(
-        [
-            self.kill, self.damage, self.signal, self.full_disk, self.flags,
-            self.api,
-        ],
-        weights=[8, 8, 2, 1, 1, 1],
-    )
+    name, = self._rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
     try:
-      part()
+      getattr(self, name)()
     except FindingError as error:
-      self._counts.find(f'{part.__name__} (seed {self._seed}): {error}')
+      self._counts.find(f'{name} (seed {self._seed}): {error}')
+    except Exception:  # A mistake of the campaign is one, too.
+      self._counts.find(f'{name} (seed {self._seed}): {traceback.format_exc()}')
     for folder in self._root.glob('[dfks]*'):
       shutil.rmtree(folder)

@@ -124,6 +124,8 @@ _WRONG = st.sampled_from([
     2**31, 2**63, -(2**63) - 1, object(), tf.ones([2]), lambda: 1.0,
     lambda a, b, c, d, e: 1.0, lambda *all: 'a', lambda *all: None,
     lambda *all: tf.ones([3]), lambda *all: float('nan'), type, len,
+    lambda *all: tf.Tensor, lambda *all: [], lambda *all: tf.constant('a'),
+    lambda *all: 10**400, 10**400,
 ])
 _PROBLEM = (
     'outer_loss', 'inner_loss', 'init_outer', 'init_inner', 'element_spec',

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from fednest_tff import simulation
 from tests.helpers.killable import without_seconds
 
 # Steps are short, so that many fit between two kills.
@@ -151,6 +152,7 @@ def test_killed_while_writing(launcher, reference, tmp_path):
       ('csv_after', 5),
       ('checkpoint_after', 3),
       ('old_checkpoint', 1),
+      ('weights.npz', 1),
       ('summary.json', 1),
       ('plot.png', 1),
   ]
@@ -164,6 +166,7 @@ def test_killed_while_writing(launcher, reference, tmp_path):
   assert without_seconds(directory / 'metrics.csv') == reference
   assert not leftovers(directory)
   assert (directory / 'plot.png').exists()
+  assert simulation.has_weights(str(directory), 30)
   assert 'Traceback' not in log.read_text()
 
 

@@ -47,7 +47,10 @@ def test_a_schedule_has_a_factor():
         (0.0, '`alpha` must be positive and finite; got 0.0.'),
         (True, '`alpha` must be a positive number or a function of the epoch;'
                ' got True.'),
+        (lambda epoch: 10**400, '`alpha` as a function of the epoch must return'
+                                f' a finite number; got {10**400}.'),
     ],
+    ids=range(5),
 )  # fmt: skip
 def test_bad_step_sizes_are_named(bad, message):
   with pytest.raises(ValueError) as caught:

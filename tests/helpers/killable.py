@@ -9,11 +9,13 @@ starts threads.
 import gc
 import hashlib
 import importlib
+import io
 import json
 import os
 import pathlib
 import resource
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,8 +59,23 @@ def _half(original, path, content):
   _die()
 
 
-def die_at(where: str, call: int) -> None:
-  """Arranges for this process to be killed at a certain moment."""
+def _soon_after(seconds):
+  def substitute(original, *args, **kwargs):
+    original(*args, **kwargs)
+    # Nobody handles this signal: the system ends the process, whatever it does.
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+  return substitute
+
+
+def die_at(where: str, call: int, seconds: float = 0) -> None:
+  """Arranges for this process to be killed at a certain moment.
+
+  Args:
+    where: What is written then, and whether before, after or in the middle.
+    call: The how many-th time.
+    seconds: How much later; only after something was written.
+  """
   from fednest_tff.simulation import files
 
   parts = {'csv': 'metrics.csv', 'checkpoint': 'program_state'}
@@ -67,12 +84,27 @@ def die_at(where: str, call: int) -> None:
   if when == 'half':
     _replace_nth(files, 'write', part, call, _half)
   elif when == 'after':
-    _replace_nth(os, 'replace', part, call, _after)
+    substitute = _soon_after(seconds) if seconds else _after
+    _replace_nth(os, 'replace', part, call, substitute)
   elif where == 'old_checkpoint':
     _replace_nth(os, 'remove', 'program_state', call, _before)
   else:
     # config.json, layout, manifest.json, summary.json, plot.png, and so on.
     _replace_nth(os, 'replace', part, call, _before)
+
+
+def keep_copies(directory: str, folder: str) -> None:
+  """Copies a run after each of its rows: what is left if it is killed then."""
+  replace, count = os.replace, 0
+
+  def replacement(source, target):
+    nonlocal count
+    replace(source, target)
+    if os.path.basename(target) == 'metrics.csv':
+      count += 1
+      shutil.copytree(directory, os.path.join(folder, str(count)))
+
+  os.replace = replacement
 
 
 def _places():
@@ -131,6 +163,8 @@ def _run(order: dict) -> None:
     die_at(*order['die_at'])
   if order['at'] is not None:
     at(*order['at'])
+  if order['copies'] is not None:
+    keep_copies(*order['copies'])
   if 'call' in order:
     module, name = order['call'].split(':')
     result = getattr(importlib.import_module(module), name)(*order['with'])
@@ -147,8 +181,21 @@ def _run(order: dict) -> None:
   runpy.run_module(f'experiments.{module}', run_name='__main__')
 
 
+def _draw():
+  """Reads the fonts, and fills matplotlib's caches."""
+  from matplotlib.figure import Figure
+
+  figure = Figure(layout='constrained')
+  axes = figure.subplots()
+  axes.plot([1, 100], [1, 100], label='a')
+  axes.set_yscale('log')
+  figure.legend()
+  for kind in ('pdf', 'png'):
+    figure.savefig(io.BytesIO(), format=kind)
+
+
 def main():
-  # What children would otherwise import, each for itself.
+  # What children would otherwise import or compute, each for itself.
   import matplotlib
 
   from experiments import minimax  # noqa: F401
@@ -156,6 +203,7 @@ def main():
   matplotlib.use('Agg')
   import matplotlib.pyplot  # noqa: F401
 
+  _draw()
   # Children need not look at what is there already, nor copy its pages.
   gc.collect()
   gc.freeze()
@@ -200,7 +248,7 @@ class Launcher:
     )
 
   def start(
-      self, arguments, log, die_at=None, largest_file=None, at=None
+      self, arguments, log, die_at=None, largest_file=None, at=None, copies=None
   ) -> int:
     """Starts a run; returns its process id."""
     order = dict(
@@ -209,6 +257,7 @@ class Launcher:
         die_at=die_at,
         largest_file=largest_file,
         at=at,
+        copies=copies,
         seconds_to_react=0.2,
     )
     return self._send(order)
@@ -216,7 +265,12 @@ class Launcher:
   def call(self, function, arguments, log) -> int:
     """Starts a function, named 'module:function'; returns its process id."""
     order = dict(
-        log=str(log), largest_file=None, die_at=None, at=None, call=function
+        log=str(log),
+        largest_file=None,
+        die_at=None,
+        at=None,
+        copies=None,
+        call=function,
     )
     return self._send(order | {'with': arguments})
 

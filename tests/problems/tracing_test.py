@@ -53,6 +53,22 @@ def test_losses(name, bad, cure):
   assert f'`{name}`' in message and '\n' not in message
 
 
+@pytest.mark.parametrize(
+    'name',
+    [
+        'init_outer', 'init_inner', 'inner_loss', 'outer_loss', 'project_outer',
+        'representation',
+    ],
+)
+@pytest.mark.parametrize(
+    'bad', [lambda *all: tf.Tensor, lambda *all: None, lambda *all: 'a']
+)
+def test_no_tensors(name, bad):
+  with pytest.raises(ValueError, match=f'`{name}`') as caught:
+    bilevel(**{name: bad})
+  assert '\n' not in str(caught.value)
+
+
 def test_other_functions():
   with pytest.raises(ValueError, match='`inner_map` .* NumPy arrays'):
     compositional(inner_map=lambda x, batch: x * CONSTANT)

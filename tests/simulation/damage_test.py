@@ -132,6 +132,22 @@ def test_lost_file_is_restored_from_the_checkpoint(finished, name, content):
   assert simulation.is_complete(str(finished / 'metrics.csv'), 7)
 
 
+@pytest.mark.parametrize('content', [None, b'', b'garbage'])
+def test_lost_weights_are_restored_from_the_checkpoint(finished, content):
+  path = finished / 'weights.npz'
+  before = path.read_bytes()
+  assert simulation.has_weights(str(finished), 7)
+  path.unlink()
+  if content is not None:
+    path.write_bytes(content)
+  assert not simulation.has_weights(str(finished), 7)
+  assert run(finished, 7) == 0
+  assert path.read_bytes() == before
+  assert simulation.has_weights(str(finished), 7)
+  # Those of an earlier end are not those of a later one.
+  assert not simulation.has_weights(str(finished), 8)
+
+
 def test_damaged_row_without_a_checkpoint_is_refused(finished):
   path = finished / 'metrics.csv'
   flip(path, b'\n2,')

@@ -39,6 +39,14 @@ def test_bad_files_are_named(tmp_path):
   (tmp_path / 'weights.npz').write_text('no weights')
   with pytest.raises(simulation.RunError, match='no file of weights'):
     simulation.load_weights(path, WEIGHTS)
+  content = simulation.save_weights(path, WEIGHTS)
+  for damaged in (
+      content[:-30], content.replace(b'\x40\x40', b'\x40\x41'), b'PK\3\4', b''
+  ):
+    assert damaged != content
+    (tmp_path / 'weights.npz').write_bytes(damaged)
+    with pytest.raises(simulation.RunError, match='no file of weights'):
+      simulation.load_weights(path, WEIGHTS)
   simulation.save_weights(path, WEIGHTS)
   with pytest.raises(simulation.RunError, match='another model'):
     simulation.load_weights(path, WEIGHTS._replace(inner=(np.zeros(2),)))
