@@ -96,9 +96,13 @@ def fuzz_flags(seed: int, count: int) -> int:
       assert text.count('\n') == 1 and text.startswith('error: '), text
       assert len(text) > len('error: \n') + 5, text
 
+  verbosity = logging.get_verbosity()
   with tempfile.TemporaryDirectory() as folder:
     logging.set_verbosity(logging.ERROR)
-    check()
+    try:
+      check()
+    finally:
+      logging.set_verbosity(verbosity)
   return tried
 
 

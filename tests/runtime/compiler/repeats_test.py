@@ -302,7 +302,9 @@ def test_epochs(ihgp, kind):
   )
   # T rounds on y and N - 1 products with the Hessian.
   assert [loop.num_blocks for loop in loops_of(process.next)] == [6, 7]
-  cohorts = [make_datasets(sizes) for sizes in ([3] * 4, [3, 2, 3], [2])]
+  # Two groups of clients are another function, which one solver shows.
+  groups = [[3, 2, 3]] if ihgp == 'truncated' else []
+  cohorts = [make_datasets(sizes) for sizes in ([3] * 4, *groups, [2])]
   expected = run_epochs(ONE_BY_ONE, process, cohorts)
   found = run_epochs(RUNTIMES[kind], process, cohorts)
   if ihgp == 'cg':
