@@ -184,7 +184,7 @@ def test_step_sizes_are_numbers(bad):
 
 
 @pytest.mark.parametrize(
-    'bad', [0, -0.1, float('inf'), float('nan'), 10**400]
+    'bad', [0, -0.1, float('inf'), float('nan'), 10**400], ids=range(5)
 )
 def test_step_sizes_are_positive_and_finite(bad):
   with pytest.raises(ValueError) as caught:
