@@ -96,22 +96,20 @@ _QUICK_FILES = {
 # Files that take longest, the longest first: what is left to the end keeps one
 # core waiting for the other.
 _LONG_FILES = (
-    'ray_test.py', 'vectorised_test.py', 'gpu_kernels_test.py',
-    'in_process_test.py', 'binaries_test.py', 'resume_test.py',
-    'chunks_test.py', 'benchmark_test.py', 'driver_test.py', 'readme_test.py',
-    'bad_input_test.py', 'chaos_test.py', 'native_runtime_test.py',
-    'hparams_test.py', 'later_methods_test.py', 'composition_test.py',
-    'communication_test.py', 'theory_test.py', 'secure_aggregation_test.py',
-    'personal_steps_test.py', 'local_hypergradient_test.py', 'examples_test.py',
-    'fed_nest_test.py', 'comparison_test.py', 'personalization_test.py',
-    'personal_test.py', 'special_problems_test.py', 'intrinsics_test.py',
-    'sim_fbo_test.py', 'reproduce_test.py', 'fed_mbo_test.py',
-    'constraints_test.py', 'signals_test.py', 'derivatives_test.py',
-    'learning_problems_test.py', 'aggregation_test.py',
-    'sine_meta_learning_test.py', 'hyper_cleaning_test.py', 'notebook_test.py',
-    'logistic_regression_test.py', 'inverse_hessian_test.py',
-    'closed_form_test.py', 'fed_bio_acc_test.py', 'process_test.py',
-    'agg_itd_test.py', 'unequal_clients_test.py',
+    'ray_test.py', 'in_process_test.py', 'resume_test.py', 'binaries_test.py',
+    'vectorised_test.py', 'gpu_kernels_test.py', 'benchmark_test.py',
+    'driver_test.py', 'repeats_test.py', 'bad_input_test.py', 'readme_test.py',
+    'chaos_test.py', 'hparams_test.py', 'later_methods_test.py',
+    'native_runtime_test.py', 'comparison_test.py', 'theory_test.py',
+    'fed_nest_test.py', 'secure_aggregation_test.py',
+    'special_problems_test.py', 'composition_test.py', 'examples_test.py',
+    'personalization_test.py', 'local_hypergradient_test.py',
+    'personal_steps_test.py', 'personal_test.py', 'communication_test.py',
+    'signals_test.py', 'sim_fbo_test.py', 'types_test.py', 'fed_mbo_test.py',
+    'constraints_test.py', 'sine_meta_learning_test.py', 'reproduce_test.py',
+    'fed_out_test.py', 'learning_problems_test.py',
+    'logistic_regression_test.py', 'aggregation_test.py', 'notebook_test.py',
+    'derivatives_test.py',
 )
 
 
