@@ -50,6 +50,11 @@ _DATASET_OPERATIONS = frozenset([
 ])
 
 
+def node_name(name: str) -> str:
+  """Returns the node that a tensor or a control input belongs to."""
+  return name.lstrip('^').split(':')[0]
+
+
 def _all_nodes(
     graph_def: tf.compat.v1.GraphDef,
 ) -> Iterator[tf.compat.v1.NodeDef]:

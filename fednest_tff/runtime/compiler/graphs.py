@@ -17,6 +17,7 @@ import tensorflow_federated as tff
 
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import converters, graph_rewriting
+from fednest_tff.runtime.compiler.graph_rewriting import node_name
 from fednest_tff.structures import Value
 
 # How many computations an `Importer` knows; an epoch of FedNest has about 50.
@@ -48,11 +49,6 @@ def _tensor_names(binding: Value) -> list[str]:
   ]
 
 
-def _node_name(name: str) -> str:
-  """Returns the node that a tensor or a control input belongs to."""
-  return name.lstrip('^').split(':')[0]
-
-
 def _ancestors(graph_def: tf.compat.v1.GraphDef, names: list[str]) -> set[str]:
   """Finds the nodes that `names` depend on, including `names`."""
   nodes = {node.name: node for node in graph_def.node}
@@ -62,7 +58,7 @@ def _ancestors(graph_def: tf.compat.v1.GraphDef, names: list[str]) -> set[str]:
     current = stack.pop()
     if current not in found:
       found.add(current)
-      stack += map(_node_name, nodes[current].input)
+      stack += map(node_name, nodes[current].input)
   return found
 
 
@@ -198,16 +194,16 @@ def _as_functions(
     Two functions of as many tensors as there are `feeds`. The first writes the
     graph's nodes into the current graph. The second is a TensorFlow function.
   """
-  needed = _ancestors(graph_def, [_node_name(name) for name in feeds + fetches])
+  needed = _ancestors(graph_def, [node_name(name) for name in feeds + fetches])
   kept = [node for node in graph_def.node if node.name in needed]
   placeholders = {node.name: node.attr for node in kept}
   signature = []
   for name in feeds:
-    attributes = placeholders[_node_name(name)]
+    attributes = placeholders[node_name(name)]
     signature.append(
         tf.TensorSpec(attributes['shape'].shape, attributes['dtype'].type)
     )
-  _drop_colocations(kept, needed - set(map(_node_name, feeds)))
+  _drop_colocations(kept, needed - set(map(node_name, feeds)))
   del graph_def.node[:]
   graph_def.node.extend(kept)
   functions = []
@@ -219,7 +215,7 @@ def _as_functions(
     graph = tf.compat.v1.get_default_graph()
     graph_rewriting.add_functions(graph, functions)
     given = dict(zip(feeds, arguments, strict=True))
-    waits = {f'^{_node_name(name)}': given[name] for name in feeds}
+    waits = {f'^{node_name(name)}': given[name] for name in feeds}
     num_operations = len(graph.get_operations())
     # In a scope of their own: nodes of simplified graphs have the names that
     # TensorFlow gives when it writes out a function, and would be mixed up.
@@ -282,9 +278,9 @@ class ImportedGraph:
     self._result_type = compiled.type_signature.result
     fetches = _tensor_names(proto.result)
     self._sources = [
-        _ancestors(graph_def, [_node_name(fetch)]) for fetch in fetches
+        _ancestors(graph_def, [node_name(fetch)]) for fetch in fetches
     ]
-    self._feeds = list(map(_node_name, feeds))
+    self._feeds = list(map(node_name, feeds))
     self._write_nodes, self._function = _as_functions(
         graph_def,
         feeds,

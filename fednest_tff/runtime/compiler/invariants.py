@@ -12,6 +12,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from fednest_tff.runtime.compiler import graph_rewriting
+from fednest_tff.runtime.compiler.graph_rewriting import node_name
 
 # A function of tensors.
 _Function = Callable[..., list[tf.Tensor]]
@@ -61,11 +62,6 @@ def _tensor_name(source: str) -> str:
   return source if ':' in source else f'{source}:0'
 
 
-def _node_name(source: str) -> str:
-  """Returns the node that a tensor or a control input belongs to."""
-  return source.lstrip('^').split(':')[0]
-
-
 def _dependent(
     graph_def: tf.compat.v1.GraphDef, names: Iterable[str]
 ) -> set[str]:
@@ -73,7 +69,7 @@ def _dependent(
   users: dict[str, list[str]] = {}
   for node in graph_def.node:
     for source in node.input:
-      users.setdefault(_node_name(source), []).append(node.name)
+      users.setdefault(node_name(source), []).append(node.name)
   found: set[str] = set()
   stack = list(names)
   while stack:
@@ -96,7 +92,7 @@ def _part(
       copy.ClearField('input')
       copy.input.extend(
           source for source in node.input
-          if not source.startswith('^') or _node_name(source) in names
+          if not source.startswith('^') or node_name(source) in names
       )
       if '_class' in copy.attr:  # The wish to be where another node is.
         del copy.attr['_class']
@@ -143,8 +139,8 @@ def separate(function: _Function, specs: list[tf.TensorSpec]) -> _Function:
   """
   graph = _trace(function, specs)
   nodes = {node.name: node for node in graph.graph_def.node}
-  depend = _dependent(graph.graph_def, map(_node_name, graph.arguments))
-  inputs = {_node_name(name) for name in [*graph.arguments, *graph.captured]}
+  depend = _dependent(graph.graph_def, map(node_name, graph.arguments))
+  inputs = {node_name(name) for name in [*graph.arguments, *graph.captured]}
   constants = {
       name for name, node in nodes.items()
       if node.op == 'Const' and name not in depend
@@ -157,7 +153,7 @@ def separate(function: _Function, specs: list[tf.TensorSpec]) -> _Function:
   ]
   known = [
       name for name in dict.fromkeys(sources + graph.results)
-      if _node_name(name) not in depend | constants | inputs
+      if node_name(name) not in depend | constants | inputs
   ]
   before = _part(graph.graph_def, set(nodes) - depend - inputs)
   computed = _write(before, graph.functions, graph.captured, known)
