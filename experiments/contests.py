@@ -140,15 +140,56 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
+class Variant(NamedTuple):
+  """A method with settings of its own.
+
+  Attributes:
+    label: In tables and plots.
+    method: Of the registry.
+    flags: Settings that differ from those of the other methods.
+    fixed: Hyper-parameters that are not searched.
+  """
+
+  label: str
+  method: str
+  flags: Flags = {}
+  fixed: Mapping[str, float] = {}
+
+
+_VARIANTS = {
+    'simfbo_momentum': Variant(
+        'SimFBO, server momentum 0.9', 'simfbo', dict(server_momentum=0.9)
+    ),
+}
+# Only where the hypergradient has an indirect part.
+_BILEVEL_VARIANTS = {
+    'simfbo_v0': Variant(
+        'SimFBO, v = 0', 'simfbo', fixed={'linear_learning_rate': 0.0}
+    ),
+}
 # FedNest as the paper ran it on images: not tuned.
-_PAPER: Flags = dict(
-    ihgp='stochastic', neumann_terms=5, inner_local_epochs=5,
-    outer_local_steps=1,
-)
-_PAPER_NAME = 'fednest_paper'
-_PAPER_STEPS = dict(
-    inner_learning_rate=0.01, outer_learning_rate=0.01, smoothness=0.0
-)
+_IMAGE_VARIANTS = {
+    'fednest_paper': Variant(
+        "FedNest, the paper's steps",
+        'fednest',
+        dict(
+            ihgp='stochastic', neumann_terms=5, inner_local_epochs=5,
+            outer_local_steps=1,
+        ),
+        dict(
+            inner_learning_rate=0.01, outer_learning_rate=0.01, smoothness=0.0
+        ),
+    ),
+}
+
+
+def _variants(preset: Preset) -> dict[str, Variant]:
+  found = dict(_VARIANTS)
+  if preset.kind == 'bilevel':
+    found |= _BILEVEL_VARIANTS
+  if preset.experiment is hyper_representation.EXPERIMENT:
+    found |= _IMAGE_VARIANTS
+  return found
 
 
 def entries(preset: Preset) -> dict[str, Entry]:
@@ -159,21 +200,18 @@ def entries(preset: Preset) -> dict[str, Entry]:
 
   Returns:
     The methods by name. 'simfbo_v0' is SimFBO with v = 0, which leaves the
-    indirect part of the hypergradient out.
+    indirect part of the hypergradient out; 'simfbo_momentum' has a momentum at
+    the server.
   """
   found = {
       name: Entry(registry.get_method(name).label, name)
       for name in registry.method_names()
       if preset.kind in registry.get_method(name).kinds
   }
-  if preset.kind == 'bilevel':
-    found['simfbo_v0'] = Entry(
-        'SimFBO, v = 0', 'simfbo', {'linear_learning_rate': 0.0}
-    )
-  if preset.experiment is hyper_representation.EXPERIMENT:
-    found[_PAPER_NAME] = Entry(
-        "FedNest, the paper's steps", _PAPER_NAME, _PAPER_STEPS
-    )
+  for name, variant in _variants(preset).items():
+    # One without settings of its own shares what is compiled for the method.
+    built = name if variant.flags else variant.method
+    found[name] = Entry(variant.label, built, variant.fixed)
   return found
 
 
@@ -257,17 +295,23 @@ def contest(
   def make_trial(seed: int, is_tuning: bool) -> simulation.Trial:
     chosen = _with(settings, hold_out=is_tuning)
     trial = trial_of(chosen, seed)
+    variants = _variants(preset)
 
-    def build(method: str) -> simulation.Process:
-      if method == _PAPER_NAME:
-        return trial_of(_with(chosen, **_PAPER), seed).build('fednest')
-      process = trial.build(method)
-      if decay is None:
+    def build(name: str) -> simulation.Process:
+      method, own = name, chosen
+      if name in variants:
+        method = variants[name].method
+        own = _with(chosen, **variants[name].flags)
+        process = trial_of(own, seed).build(method)
+      else:
+        process = trial.build(method)
+      # What has no steps to search keeps them as they are.
+      if decay is None or name in _IMAGE_VARIANTS:
         return process
       rounds = decay.tuning_rounds if is_tuning else decay.rounds
       cost = fednest_tff.communication_cost(process)
       epochs = epochs_of(rounds, cost.rounds)
-      return trial_of(nested.decaying(chosen, epochs), seed).build(method)
+      return trial_of(nested.decaying(own, epochs), seed).build(method)
 
     return trial._replace(build=build)
 

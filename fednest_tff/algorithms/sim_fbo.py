@@ -8,6 +8,9 @@ One epoch, with z = (x, y, v) and G_i(z) as in `local.simultaneous`:
             z <- z - gamma (mean_i A_i) mean_i (h_i / A_i)       ShroFBO
 
 Then v is projected on a ball. eta and gamma have a number for each variable.
+With a server momentum beta the server steps along m <- beta m + h in place of
+h, the mean of either method: rounds of few clients that have few labels each
+are then averaged over about 1 / (1 - beta) rounds.
 With gamma = eta, the default, the new point of SimFBO is the mean of the
 clients' points. When clients take unequal numbers of steps, SimFBO solves a
 problem in which each client counts tau_i times, ShroFBO the problem as it is.
@@ -61,6 +64,8 @@ class ServerSteps(ServerOptimizers):
     linear_learning_rate: gamma_v, the server's step size of v, likewise.
     radius: r, of the ball around 0 that v is projected on; no projection if it
       is not given.
+    momentum: beta, from 0 to 1 (excluded), for all variables; no momentum is
+      kept if it is not given.
   """
 
   outer_learning_rate: float | Schedule | None = option(
@@ -73,6 +78,7 @@ class ServerSteps(ServerOptimizers):
       'server_linear_learning_rate'
   )
   radius: float | None = option('radius')
+  momentum: float | None = option('server_momentum')
 
 
 def _server_rates(
@@ -107,6 +113,24 @@ def _server_rates(
 
     found[f'server_{name}'] = method.HyperParameter(0.0, at)
   return found
+
+
+def _momentum(steps: ServerSteps) -> dict[str, method.HyperParameter]:
+  """beta as a hyper-parameter; empty if there is none."""
+  if steps.momentum is None:
+    return {}
+  for variable in Point._fields:
+    if getattr(steps, f'{variable}_optimizer') is not None:
+      raise ValueError(
+          f'Give `server_momentum` or `{variable}_optimizer`, not both.'
+      )
+  if steps.momentum != 0:
+    options.check_positive('server_momentum', steps.momentum)
+  if not steps.momentum < 1:
+    raise ValueError(
+        f'`server_momentum` must be less than 1; got {steps.momentum}.'
+    )
+  return dict(server_momentum=method.HyperParameter(float(steps.momentum)))
 
 
 class SimFBO(simultaneous.SimultaneousMethod):
@@ -149,6 +173,10 @@ class SimFBO(simultaneous.SimultaneousMethod):
       if steps.radius is not None:
         options.check_positive('radius', steps.radius)
       radius['radius'] = method.HyperParameter(float(steps.radius or 'inf'))
+    momentum = _momentum(steps)
+    point_type = simultaneous.point_type(types)
+    kept = point_type if momentum else ()  # Type of m.
+    self._has_momentum = bool(momentum)
     self._number = next(iter(number), None)
 
     @types.computation(
@@ -183,11 +211,12 @@ class SimFBO(simultaneous.SimultaneousMethod):
     @tff.tensorflow.computation(
         types.outer,
         types.inner,
-        simultaneous.state_type(types, move),
-        simultaneous.point_type(types),
+        simultaneous.state_type(types, move, kept),
+        point_type,
         types.scalar,
         simultaneous.rates_type(types),
         types.scalar if radius else (),
+        types.scalar if momentum else (),
     )
     def step(
         x: Structure,
@@ -197,6 +226,7 @@ class SimFBO(simultaneous.SimultaneousMethod):
         weight: tf.Tensor,
         rates: Point,
         radius: tf.Tensor,
+        beta: tf.Tensor,
     ) -> tuple[
         Structure,
         Structure,
@@ -210,6 +240,9 @@ class SimFBO(simultaneous.SimultaneousMethod):
       )
       if normalize:
         h = vector_space.scale(weight, h)
+      if momentum:
+        h = vector_space.add_scaled(h, beta, state.more)
+        state = state._replace(more=h)
       before = Point(x, y, state.linear)
       optimizers, after = move(state.optimizers, before, h, rates)
       if problem.is_implicit:
@@ -223,8 +256,18 @@ class SimFBO(simultaneous.SimultaneousMethod):
         'simultaneous_update', types, client_update, 'aggregator', aggregator
     )
     self._step = step
-    hparams = rates | server_rates | radius | number
+    hparams = rates | server_rates | radius | momentum | number
     super().__init__(types, [self._update], hparams, move)
+
+  def initial_state(
+      self, x: Structure, y: Structure, numbers: method.Numbers, seed: tf.Tensor
+  ) -> Structure:
+    state = super().initial_state(x, y, numbers, seed)
+    if not self._has_momentum:
+      return state
+    return state._replace(
+        more=vector_space.zeros_like(Point(x, y, state.linear))
+    )
 
   def epoch(
       self, do: Executor, variables: method.Variables, plan: method.Plan
@@ -242,6 +285,7 @@ class SimFBO(simultaneous.SimultaneousMethod):
         weight,
         self.rates(plan, 'server_'),
         plan.numbers.get('radius', ()),
+        plan.numbers.get('server_momentum', ()),
     )
 
 
@@ -304,7 +348,8 @@ def build_sim_fbo(
 ) -> process.NestedProcess:
   """SimFBO: clients step on x, y and v at once and send all three.
 
-  Its only round is 'simultaneous_update'; v is in `state.method.linear`.
+  Its only round is 'simultaneous_update'; v is in `state.method.linear`, m, if
+  there is one, in `state.method.more`.
 
   Args:
     problem: Any problem.
@@ -312,7 +357,7 @@ def build_sim_fbo(
       where it is on the clients, and at the server, too, unless `server` has a
       step size for it. `divide_by_local_steps` divides a_k by tau_i, and so
       what clients send.
-    server: gamma and r, or optimizers.
+    server: gamma, r and beta, or optimizers.
     coefficients: a_k from k and tau_i, two int32 scalars; `None` for 1.
     aggregator: A `tff.aggregators` factory for the clients' h_i in place of the
       plain mean.

@@ -58,7 +58,7 @@ def assert_close(state, expected, rtol=1e-10):
 
 @pytest.mark.parametrize('method', ['simfbo', 'shrofbo'])
 def test_three_epochs_equal_numpy(method):
-  """Minibatches, unequal tau_i, weights, coefficients, server steps, radius."""
+  """Minibatches, unequal tau_i, weights, coefficients, all server steps."""
   process = build(
       method,
       local_steps=unequal,
@@ -67,24 +67,43 @@ def test_three_epochs_equal_numpy(method):
       server_inner_learning_rate=0.2,
       server_linear_learning_rate=0.3,
       radius=0.7,
+      server_momentum=0.6,
       coefficients=lambda k, tau: 1 / (1.0 + tf.cast(k, tf.float64)),
       client_weighting='num_examples',
   )
-  state, _ = processes.run(process, DATASETS, 3)
   clients = later_methods.Clients(
       quadratic.build_problem(),
       DATASETS,
       fednest_tff.SimultaneousWork(local_steps=unequal, batch_size=2),
       lambda examples: tf.shape(examples['A'])[0],
   )
-  expected = later_methods.sim_fbo(
-      clients, start(), ETA, (0.02, 0.2, 0.3), 3,
-      coefficient=lambda k, tau: 1 / (1 + k),
-      normalize=method == 'shrofbo',
-      radius=0.7,
+  for momentum in (0.6, 0.0):
+    before = with_numbers(process, server_momentum=momentum)
+    state, _ = processes.run(process, DATASETS, 3, before)
+    expected = later_methods.sim_fbo(
+        clients, start(), ETA, (0.02, 0.2, 0.3), 3,
+        coefficient=lambda k, tau: 1 / (1 + k),
+        normalize=method == 'shrofbo',
+        radius=0.7,
+        momentum=momentum,
+    )
+    assert_close(state, expected)
+    assert np.linalg.norm(state.method.linear) == pytest.approx(0.7)
+
+
+def test_server_momentum_steps_along_a_weighted_sum():
+  """m <- beta m + G(z), z <- z - Gam m, in closed form, and m in the state."""
+  process = build(local_steps=1, server_momentum=0.5)
+  state, _ = processes.run(process, DATASETS, 4)
+  z, m = joined_start(), np.zeros(11)
+  for _ in range(4):
+    m = 0.5 * m + LINEAR.K @ z - LINEAR.k
+    z = z - diagonal(ETA) @ m
+  np.testing.assert_allclose(joined(state), z, rtol=1e-10)
+  kept = state.method.more
+  np.testing.assert_allclose(
+      np.concatenate([kept.inner, kept.linear, kept.outer]), m, rtol=1e-10
   )
-  assert_close(state, expected)
-  assert np.linalg.norm(state.method.linear) == pytest.approx(0.7)
 
 
 class Linear:
@@ -468,6 +487,15 @@ def test_a_step_size_of_zero_freezes_v():
         (dict(outer_learning_rate=-1.0), '`outer_learning_rate` must be'),
         (dict(linear_learning_rate=None), '`linear_learning_rate` is missing'),
         (dict(radius=0.0), '`radius` must be positive'),
+        (dict(server_momentum=1.0), '`server_momentum` must be less than 1'),
+        (dict(server_momentum=-0.1), '`server_momentum` must be positive'),
+        (
+            dict(
+                server_momentum=0.5,
+                inner_optimizer=tff.learning.optimizers.build_sgdm(0.1),
+            ),
+            'Give `server_momentum` or `inner_optimizer`',
+        ),
         (dict(local_steps=0), '`local_steps` must be a positive integer'),
         (dict(local_steps=1, local_epochs=1), 'Give `local_steps` or'),
         (dict(outer_optimizer=3), '`outer_optimizer` must be one of'),

@@ -51,9 +51,21 @@ def test_steps_stay_if_not_asked():
   assert found['outer_learning_rate'] == 0.5
 
 
+def test_variants_have_their_settings_and_fall_likewise():
+  trial = make_contest(PLAN).make_trial(0, False)
+  process = trial.build('simfbo_momentum')
+  start = steps(process, 0, outer_learning_rate=np.float32(0.5))
+  assert start['server_momentum'] == 0.9
+  end = steps(process, 39, outer_learning_rate=np.float32(0.5))
+  np.testing.assert_allclose(end['outer_learning_rate'], 0.5 * 2 / 40)
+  assert 'server_momentum' not in steps(trial.build('simfbo'), 0)
+
+
 def test_entries():
   found = contests.entries(QUADRATIC)
   assert found['simfbo_v0'].fixed == {'linear_learning_rate': 0.0}
+  assert found['simfbo_v0'].method == 'simfbo'
+  assert found['simfbo_momentum'].method == 'simfbo_momentum'
   assert 'personal' not in found
   assert set(contests.choose(found, ['simfbo'])) == {'simfbo'}
   with pytest.raises(ValueError, match='`methods`=fednest_paper is none of'):

@@ -128,8 +128,9 @@ def combine(z, factor, rates, d):
 
 def sim_fbo(
     clients, z, eta, gamma, epochs, coefficient=lambda k, tau: 1.0,
-    normalize=False, radius=np.inf, direction=direction,
+    normalize=False, radius=np.inf, direction=direction, momentum=0.0,
 ):
+  m = tuple(np.zeros_like(part) for part in z)
   for epoch in range(epochs):
     sums, weights = [], []
     for steps in clients.steps(epoch):
@@ -150,7 +151,8 @@ def sim_fbo(
       h = tuple(clients.mean(weights) * part for part in clients.mean(sums))
     else:
       h = clients.mean(sums)
-    x, y, v = combine(z, -1, gamma, h)
+    m = combine(h, momentum, (1, 1, 1), m)
+    x, y, v = combine(z, -1, gamma, m)
     norm = np.linalg.norm(v)
     z = x, y, v * min(1.0, radius / norm)
   return z
