@@ -17,7 +17,7 @@ import sys
 from absl import flags, logging
 import tensorflow_federated as tff
 
-from experiments import contests, program, runtimes
+from experiments import contests, program, runs, runtimes
 from experiments import settings as settings_lib
 from fednest_tff import simulation
 
@@ -114,7 +114,7 @@ def _compare(given: settings_lib.Flags) -> None:
         plan,
         output_dir,
         settings={'experiment': 'compare', 'problem': name, **decisive},
-        about=program.about(),
+        about=runs.about(),
         title=f'{name}: {", ".join(_described(settings))}',
         overwrite=given.get('overwrite', False),
     )

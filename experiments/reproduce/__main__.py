@@ -18,7 +18,7 @@ from absl import flags, logging
 import tensorflow_federated as tff
 import tqdm
 
-from experiments import program, runtimes
+from experiments import program, runs, runtimes
 from experiments import settings as settings_lib
 from experiments.reproduce import (
     claims,
@@ -90,7 +90,7 @@ def _run(run: sets.Run, preset: sets.Preset, folder: str) -> figures.Runs:
   given = run.given | dict(seeds=preset.seeds, epochs_per_checkpoint=50)
   path = os.path.join(folder, 'runs', run.name)
   settings = run.experiment.resolve(given)
-  results, failures = program.run_in(
+  results, failures = runs.run_in(
       run.experiment, settings, path, quiet=True
   )
   for (_, seed), reason in failures.items():
@@ -100,7 +100,7 @@ def _run(run: sets.Run, preset: sets.Preset, folder: str) -> figures.Runs:
 
 def _made_by(preset: sets.Preset) -> str:
   """The command, the commit, the versions and the machine."""
-  about = program.about()
+  about = runs.about()
   versions = ', '.join(f'{k} {v}' for k, v in about['versions'].items())
   command = f'--figure={",".join(FLAGS.figure)} --preset={preset.name}'
   if FLAGS.epochs is not None:

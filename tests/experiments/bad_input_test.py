@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow_federated as tff
 
-from experiments import program, report
+from experiments import report, runs
 from fednest_tff import data, simulation
 from fednest_tff.simulation import checkpoints, files, manifest, records
 from tests.helpers.binaries import EXPERIMENTS, command
@@ -434,12 +434,12 @@ def test_damaged_row_of_a_finished_run(finished, caplog):
 
 def test_other_data(finished, capfd, monkeypatch):
   """Refused once a row is there."""
-  make = program._trial
+  make = runs.make_trial
 
   def read(fingerprint):
     monkeypatch.setattr(
-        program,
-        '_trial',
+        runs,
+        'make_trial',
         lambda *args: make(*args)._replace(fingerprint=fingerprint),
     )
 
@@ -462,7 +462,7 @@ def test_experiments_with_images_know_what_they_read(monkeypatch):
   trial = simulation.Trial(lambda method: None, None, None, 2)
   experiment = EXPERIMENTS[DIGITS]._replace(make_trial=lambda *args: trial)
   settings = experiment.resolve({})
-  found = program._trial(experiment, settings, 0).fingerprint
+  found = runs.make_trial(experiment, settings, 0).fingerprint
   assert found == data.fingerprint(data.load('digits'))
   assert len(found) == 64
 
@@ -476,7 +476,7 @@ def test_unexpected_error(tmp_path, capfd, monkeypatch):
   directory = tmp_path / 'run'
   arguments = [*TINY, f'--output_dir={directory}']
   with monkeypatch.context() as patched:
-    patched.setattr(program, '_trial', fails)
+    patched.setattr(runs, 'make_trial', fails)
     assert command('minimax', *arguments) == 70
   error = capfd.readouterr().err
   assert error.count('\n') == 1
@@ -621,7 +621,7 @@ def test_interrupted_before_the_first_epoch(tmp_path, capfd, monkeypatch):
   def interrupted(*args):
     signal.raise_signal(signal.SIGINT)
 
-  monkeypatch.setattr(program, '_trial', interrupted)
+  monkeypatch.setattr(runs, 'make_trial', interrupted)
   directory = tmp_path / 'a' / 'b'
   assert command('minimax', *TINY, f'--output_dir={directory}') == 130
   error = capfd.readouterr().err

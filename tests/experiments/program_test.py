@@ -13,6 +13,7 @@ from experiments import (
     hyper_representation,
     nested,
     program,
+    runs,
     runtimes,
     settings,
     single_level,
@@ -233,7 +234,7 @@ def test_lost_cluster_is_one_line_and_an_exit_code(monkeypatch, capsys):
   def lose(*_):
     raise runtime.WorkerError('The Ray cluster at host:1 is gone:\nrefused.')
 
-  monkeypatch.setattr(program, 'run_in', lose)
+  monkeypatch.setattr(runs, 'run_in', lose)
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
   assert program.main(single_level.EXPERIMENT, ['x']) == 4
@@ -251,7 +252,7 @@ def test_baseline_runs_on_ray_as_it_is():
       )
   )
   chosen = dict(method=['fedavg'], runtime='ray')
-  trial = program._trial(experiment, experiment.resolve(chosen), 0)
+  trial = runs.make_trial(experiment, experiment.resolve(chosen), 0)
   assert trial.build('fedavg') is built
 
 

@@ -109,7 +109,7 @@ def keep_copies(directory: str, folder: str) -> None:
 
 def _places():
   """Functions of a run in the order in which they are called."""
-  from experiments import program
+  from experiments import program, runs
   import fednest_tff
   from fednest_tff import simulation
   from fednest_tff.runtime.compiler import lowering
@@ -117,13 +117,13 @@ def _places():
 
   return {
       'flags': (program, '_import_methods'),
-      'data': (program, '_trial'),
+      'data': (runs, 'make_trial'),
       'directory': (run_directory, '_check_kinds'),
       'tracing': (fednest_tff, 'build'),
       'compiling': (lowering, 'build_function'),
       'recording': (records.Recorder, 'write'),
       'drawing': (simulation, 'draw'),
-      'printing': (program, '_show'),
+      'printing': (runs, '_show'),
   }
 
 
