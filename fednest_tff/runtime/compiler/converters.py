@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.parallel_for import control_flow_ops
 
-from fednest_tff.runtime.compiler import while_loops
+from fednest_tff.runtime.compiler import philox, while_loops
 from fednest_tff.structures import Value
 
 # The module has the name of a function in its package.
@@ -35,6 +35,23 @@ _ELEMENTWISE = frozenset([
     'RealDiv', 'SelectV2', 'SquaredDifference', 'Sub', 'TruncateDiv',
     'TruncateMod', 'Xdivy', 'Xlog1py', 'Xlogy',
 ])
+# For each result of these operations, the argument that has its shape.
+_SHAPE_OF_INPUT = {
+    **dict.fromkeys(
+        ['BiasAdd', 'Cast', 'Exp', 'Identity', 'Log', 'Neg', 'Relu', 'Sigmoid',
+         'Softmax', 'Sqrt', 'Square', 'Tanh'],
+        (0,),
+    ),
+    'SparseSoftmaxCrossEntropyWithLogits': (1, 0),
+}
+_KEY_COUNTER = 'StatelessRandomGetKeyCounter'
+# Operations that draw, and the types of numbers that they do at once.
+_DRAWN = {
+    'StatelessRandomUniformV2': tf.float32,
+    'StatelessRandomUniformFullIntV2': tf.int64,
+}
+# Numbers for the generator: Philox, and the one that TensorFlow chooses.
+_PHILOX = (1, 3)
 _REDUCTIONS = frozenset(['All', 'Any', 'Max', 'Mean', 'Min', 'Prod', 'Sum'])
 
 
@@ -95,6 +112,24 @@ def _convert_add_n(pfor_input: Value) -> Value:
   return pfor.wrap(total, True)
 
 
+def _divide_among_clients(
+    pfor_input: Value, rows: tf.Tensor, rest: list[int]
+) -> Value:
+  """Gives rows of all clients, equally many of each, an axis for the clients.
+
+  Args:
+    pfor_input: The operation.
+    rows: The rows, one client's after the other's.
+    rest: The shape of a row.
+
+  Returns:
+    The stacked rows, wrapped.
+  """
+  clients = pfor_input.pfor.loop_len_vector
+  shape = tf.concat([clients, [-1, *rest]], axis=0)
+  return pfor.wrap(tf.reshape(rows, shape), True)
+
+
 def _convert_sparse_cross_entropy(pfor_input: Value) -> Value:
   """Treats the examples of all clients as one batch."""
   logits, logits_are_stacked, _ = pfor_input.input(0)
@@ -107,8 +142,8 @@ def _convert_sparse_cross_entropy(pfor_input: Value) -> Value:
       [tf.reshape(logits, [-1, num_classes]), tf.reshape(labels, [-1])],
   )
   return [
-      pfor.wrap(tf.reshape(loss, tf.shape(labels)), True),
-      pfor.wrap(tf.reshape(slopes, tf.shape(logits)), True),
+      _divide_among_clients(pfor_input, loss, []),
+      _divide_among_clients(pfor_input, slopes, [num_classes]),
   ]
 
 
@@ -122,12 +157,26 @@ def _convert_top_k(pfor_input: Value) -> Value:
 
 
 def _convert_shape(pfor_input: Value) -> Value:
-  """Writes a shape that is known as a constant."""
+  """Writes a shape that is known as a constant, or takes it from the source.
+
+  Gradients at two points ask for the shapes of two tensors that are computed
+  from one minibatch. TensorFlow sees that these are equal, and all that follows
+  from them, if both are those of the minibatch.
+  """
   tensor = pfor_input.op.inputs[0]
-  if tensor.dtype == tf.variant or not tensor.shape.is_fully_defined():
-    return _by_tensorflow(pfor_input)
   dtype = pfor_input.op.outputs[0].dtype
-  return pfor.wrap(tf.constant(tensor.shape.as_list(), dtype), False)
+  if tensor.dtype == tf.variant:
+    return _by_tensorflow(pfor_input)
+  if tensor.shape.is_fully_defined():
+    return pfor.wrap(tf.constant(tensor.shape.as_list(), dtype), False)
+  source = tensor
+  while source.op.type in _SHAPE_OF_INPUT:
+    number = _SHAPE_OF_INPUT[source.op.type][source.value_index]
+    source = source.op.inputs[number]
+  rows, is_stacked, _ = pfor_input.pfor._convert_helper(source)
+  if source is tensor or not is_stacked:
+    return _by_tensorflow(pfor_input)
+  return pfor.wrap(tf.shape(rows, dtype)[1:], False)
 
 
 def _convert_expand_dims(pfor_input: Value) -> Value:
@@ -155,10 +204,8 @@ def _convert_matmul(pfor_input: Value) -> Value:
     return _by_tensorflow(pfor_input)
   (product,) = _create(pfor_input, [tf.reshape(a, [-1, a.shape[-1]]), b])
   if rows is None:
-    shape = tf.concat([tf.shape(a)[:-1], [columns]], axis=0)
-  else:
-    shape = [-1, rows, columns]
-  return pfor.wrap(tf.reshape(product, shape), True)
+    return _divide_among_clients(pfor_input, product, [columns])
+  return pfor.wrap(tf.reshape(product, [-1, rows, columns]), True)
 
 
 def _convert_batch_matmul(pfor_input: Value) -> Value:
@@ -194,9 +241,37 @@ def _convert_bias_add_grad(pfor_input: Value) -> Value:
   return pfor.wrap(tf.reduce_sum(tensor, axis=list(range(1, rank))), True)
 
 
+def _convert_key_counter(pfor_input: Value) -> Value:
+  """Scrambles the seeds of all clients at once."""
+  return [
+      pfor.wrap(tensor, True)
+      for tensor in philox.keys_and_counters(pfor_input.stacked_input(0))
+  ]
+
+
+def _convert_draw(pfor_input: Value) -> Value:
+  """Draws for all clients at once, if they differ by their seeds alone."""
+  shape, shape_is_stacked, _ = pfor_input.input(0)
+  keys, keys_are_stacked, _ = pfor_input.input(1)
+  counters, counters_are_stacked, _ = pfor_input.input(2)
+  (result,) = pfor_input.op.outputs
+  if (
+      shape_is_stacked
+      or not keys_are_stacked
+      or not counters_are_stacked
+      or pfor_input.op.inputs[2].op.type != _KEY_COUNTER
+      or tf.get_static_value(pfor_input.op.inputs[3]) not in _PHILOX
+      or result.dtype != _DRAWN[pfor_input.op_type]
+  ):
+    return pfor._fallback_converter(pfor_input)
+  return pfor.wrap(philox.draw(shape, keys, counters, result.dtype), True)
+
+
 _CONVERTERS: dict[str, _Converter] = {
     **dict.fromkeys(_ELEMENTWISE, _convert_elementwise),
     **dict.fromkeys(_REDUCTIONS, _convert_reduction),
+    **dict.fromkeys(_DRAWN, _convert_draw),
+    _KEY_COUNTER: _convert_key_counter,
     'AddN': _convert_add_n,
     'BatchMatMulV2': _convert_batch_matmul,
     'BiasAdd': _convert_bias_add,

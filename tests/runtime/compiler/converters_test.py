@@ -17,6 +17,7 @@ SHARED = RNG.normal(size=(3, 2)).astype(np.float32)
 D = RNG.normal(size=(4, 3, 2, 5)).astype(np.float32)
 E = RNG.normal(size=(4, 3, 5, 2)).astype(np.float32)
 LABELS = np.array([[0, 1, 1]] * 4, np.int32)
+SEEDS = np.array([[0, 0], [1, -5], [2**62 + 7, -(2**63)], [12345, 42]])
 
 
 def _bias_gradient(a, b):
@@ -33,6 +34,28 @@ def _gradient_of_bias_add(a, b):
     tape.watch(b)
     value = tf.nn.bias_add(a, b) ** 2
   return tape.gradient(value, b)
+
+
+def _minibatch(a, y):
+  """Rows and labels of which TensorFlow does not know how many there are."""
+  kept = a[:, 0] > -10
+  return tf.boolean_mask(a, kept), tf.boolean_mask(y, kept)
+
+
+def _cross_entropy_of_a_minibatch(a, y):
+  rows, labels = _minibatch(a, y)
+  return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, rows * 2)
+
+
+def _gradient_of_a_mean(a, y):
+  """Its slopes are divided by a number that comes from a shape."""
+  rows, labels = _minibatch(a, y)
+  with tf.GradientTape() as tape:
+    tape.watch(rows)
+    logits = tf.nn.bias_add(rows, SHARED[0])
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    mean = tf.reduce_mean(losses) + tf.reduce_mean(tf.nn.relu(logits))
+  return tape.gradient(mean, rows)
 
 
 CASES = {
@@ -62,6 +85,46 @@ CASES = {
     'cross entropy of shared labels': (
         lambda a: tf.nn.sparse_softmax_cross_entropy_with_logits(LABELS[0], a),
         [A],
+    ),
+    'cross entropy of a minibatch': (
+        _cross_entropy_of_a_minibatch, [A, LABELS]
+    ),
+    'gradient of a mean': (_gradient_of_a_mean, [A, LABELS]),
+    'shape of a cross entropy': (
+        lambda a, y: tf.shape(_cross_entropy_of_a_minibatch(a, y)), [A, LABELS]
+    ),
+    'shape of an activation': (
+        lambda a, y: tf.shape(tf.nn.relu(-_minibatch(a, y)[0])), [A, LABELS]
+    ),
+    'draws': (
+        lambda seed: tf.random.stateless_uniform([3, 5], seed), [SEEDS]
+    ),
+    'draws of a number that is not known': (
+        lambda a, y, seed: tf.random.stateless_uniform(
+            tf.shape(_minibatch(a, y)[0]), seed
+        ),
+        [A, LABELS, SEEDS],
+    ),
+    'draws of a shared seed': (
+        lambda s: s * tf.random.stateless_uniform([2], [3, 4]), [S]
+    ),
+    'draws of another type': (
+        lambda seed: tf.random.stateless_uniform([3], seed, dtype=tf.float64),
+        [SEEDS],
+    ),
+    'draws of another distribution': (
+        lambda seed: tf.random.stateless_normal([3], seed), [SEEDS]
+    ),
+    'draws in a loop': (
+        lambda seed: tf.while_loop(
+            lambda i, _: i < 3,
+            lambda i, v: (i + 1, v + tf.random.stateless_uniform([2], seed)),
+            (tf.constant(0), tf.zeros([2])),
+        )[1],
+        [SEEDS],
+    ),
+    'a new seed': (
+        lambda seed: tf.random.experimental.stateless_fold_in(seed, 7), [SEEDS]
     ),
     'a known shape': (lambda a: tf.shape(a * 2) + tf.rank(a), [A]),
     'a new axis': (lambda a: tf.expand_dims(a, 1), [A]),
