@@ -181,6 +181,23 @@ def test_rows(name):
   np.testing.assert_allclose(found, np.stack(expected), rtol=1e-6)
 
 
+def test_a_label_that_is_no_class_is_refused():
+  def compute(rows):
+    with tf.GradientTape() as tape:
+      tape.watch(rows[0])
+      losses = tf.nn.sparse_softmax_cross_entropy_with_logits(rows[1], rows[0])
+    slopes = tape.gradient(losses, rows[0])
+    converters.attach(tf.compat.v1.get_default_graph().get_operations())
+    return [slopes]
+
+  at_once = tf.function(converters.vectorized_map, autograph=False)
+  (found,) = at_once(compute, [tf.constant(A), tf.constant(LABELS)])
+  assert np.isfinite(found).all()
+  wrong = tf.constant(LABELS) + np.array([[0, 0, 0]] * 3 + [[0, 1, 0]])
+  with pytest.raises(tf.errors.InvalidArgumentError, match='not in'):
+    at_once(compute, [tf.constant(A), tf.cast(wrong, tf.int32)])
+
+
 def test_fewer_operations_than_tensorflow():
   def count(vectorise):
     @tf.function(autograph=False)
