@@ -84,10 +84,13 @@ def context(cluster, folder):
 
 @pytest.fixture(scope='module')
 def process():
+  """Three rounds an epoch, of two kinds: each has to be split and sent."""
   return fednest_tff.build(
       quadratic.build_problem(),
+      'lfednest',
       outer_learning_rate=0.1,
       inner_learning_rate=0.15,
+      inner_rounds=2,
       inner_local_steps=2,
       batch_size=1,
       neumann_terms=3,
