@@ -392,7 +392,7 @@ def test_call_beyond_its_deadline(context, folder, monkeypatch):
 
 
 def test_all_nodes_gone_is_one_line_and_the_checkpoint_stays(
-    context, process, undisturbed, tmp_path
+    cluster, context, process, undisturbed, tmp_path
 ):
   """The last test on the cluster, which it ends."""
   state = undisturbed[0][0].state
@@ -418,6 +418,8 @@ def test_all_nodes_gone_is_one_line_and_the_checkpoint_stays(
   restored, version = asyncio.run(manager.load_latest(state))
   assert version == 1
   assert_same_bytes(restored, state)
+  # Ray would end this process a minute after its cluster, in a later test.
+  cluster.close()
 
 
 def test_binary_stops_on_ctrl_c_and_leaves_nothing(
