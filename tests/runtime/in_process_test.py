@@ -66,6 +66,7 @@ def _datasets():
 
 
 def _algorithms():
+  """One of each; with Keras only where its variables and metrics matter."""
   learning = tff.learning
   build, sgd = learning.algorithms, learning.optimizers.build_sgdm
   adam = learning.optimizers.build_adam
@@ -77,10 +78,10 @@ def _algorithms():
           _functional(), sgd(0.1, momentum=0.9), sgd(1.0)
       ),
       'FedProx': lambda: build.build_weighted_fed_prox(
-          _keras, 0.1, sgd(0.1), sgd(1.0)
+          _functional(), 0.1, sgd(0.1), sgd(1.0)
       ),
       'MimeLite': lambda: build.build_weighted_mime_lite(
-          _keras, adam(0.1), sgd(1.0)
+          _functional(), adam(0.1), sgd(1.0)
       ),
       'evaluation': lambda: build.build_fed_eval(_keras),
   }
@@ -158,19 +159,22 @@ def test_k_means_and_a_preprocessed_process():
     assert_like_native(lambda p=built: p.next(p.initialize(), points))
 
 
-def _build(method='fednest', **options):
-  """A process that shares nothing that was traced with another one."""
+# Two groups of clients with equally many examples: a vectorised cohort.
+CLIENT_DATA = quadratic.to_datasets(quadratic.make_clients(4, (1, 3)))
+
+
+@functools.cache
+def _fednest():
+  """An epoch with every kind of round; clients take 2 and 4 local steps."""
   return fednest_tff.build(
-      quadratic.new_problem(),
-      method,
+      quadratic.build_problem(),
       outer_learning_rate=0.05,
       inner_learning_rate=0.2,
+      inner_local_epochs=2,
+      inner_rounds=1,
+      neumann_terms=2,
       batch_size=2,
-      **options,
   )
-
-
-CLIENT_DATA = quadratic.to_datasets(quadratic.make_clients(4))
 
 
 @functools.cache
@@ -197,7 +201,7 @@ def _epochs(process, number, clients):
 
 
 def test_ten_epochs_of_fednest_equal_the_native_ones():
-  process = _build(inner_local_epochs=2, neumann_terms=3)
+  process = _fednest()
   assert_like_native(lambda: _epochs(process, 10, CLIENT_DATA), rtol=1e-9)
 
 
@@ -254,22 +258,16 @@ def test_ragged_clients_do_not_compile_again():
   assert runtime.num_functions == 3
 
 
-@functools.cache
-def _diverging_fednest():
-  return fednest_tff.build(
-      quadratic.build_problem(),
-      outer_learning_rate=0.1,
-      inner_learning_rate=1e200,
-      inner_local_steps=5,
-      neumann_terms=1,
-      smoothness=4.0,
-  )
-
-
 def test_errors_name_the_quantity_and_leave_the_runtime_usable(runtime):
-  process = _diverging_fednest()
+  process = _fednest()
+
+  def diverge():
+    start = process.initialize()
+    numbers = process.get_hparams(start) | {'inner_learning_rate': 1e200}
+    return process.next(process.set_hparams(start, numbers), CLIENT_DATA)
+
   with pytest.raises(Exception, match='Try a smaller inner_learning_rate'):
-    run_in_process(runtime, lambda: _epochs(process, 1, CLIENT_DATA[:2]))
+    run_in_process(runtime, diverge)
   assert run_in_process(runtime, lambda: integers([1, 2]))[1] == 3
 
 

@@ -84,10 +84,13 @@ def context(cluster, folder):
 
 @pytest.fixture(scope='module')
 def process():
+  """Three rounds an epoch, of two kinds: each has to be split and sent."""
   return fednest_tff.build(
       quadratic.build_problem(),
+      'lfednest',
       outer_learning_rate=0.1,
       inner_learning_rate=0.15,
+      inner_rounds=2,
       inner_local_steps=2,
       batch_size=1,
       neumann_terms=3,
@@ -389,7 +392,7 @@ def test_call_beyond_its_deadline(context, folder, monkeypatch):
 
 
 def test_all_nodes_gone_is_one_line_and_the_checkpoint_stays(
-    context, process, undisturbed, tmp_path
+    cluster, context, process, undisturbed, tmp_path
 ):
   """The last test on the cluster, which it ends."""
   state = undisturbed[0][0].state
@@ -415,6 +418,8 @@ def test_all_nodes_gone_is_one_line_and_the_checkpoint_stays(
   restored, version = asyncio.run(manager.load_latest(state))
   assert version == 1
   assert_same_bytes(restored, state)
+  # Ray would end this process a minute after its cluster, in a later test.
+  cluster.close()
 
 
 def test_binary_stops_on_ctrl_c_and_leaves_nothing(

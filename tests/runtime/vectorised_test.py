@@ -15,8 +15,8 @@ from tests.helpers import personal, processes, quadratic, reference
 from tests.runtime.comparison import at_clients, run_in_process
 
 SETTINGS = reference.Settings(
-    alpha=0.1, beta=0.15, inner_rounds=2, inner_steps=2, outer_steps=2,
-    neumann_terms=3, smoothness=4.0,
+    alpha=0.1, beta=0.15, inner_rounds=1, inner_steps=2, outer_steps=2,
+    neumann_terms=2, smoothness=4.0,
 )
 VECTORISED = in_process.InProcessRuntime()
 LOOPED = in_process.InProcessRuntime(unroll=0)
