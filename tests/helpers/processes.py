@@ -89,6 +89,14 @@ def outputs(process, datasets, epochs, state=None):
   return found
 
 
+def start_with(process, **numbers):
+  """The first state, with other hyper-parameters."""
+  state = process.initialize()
+  known = process.get_hparams(state)
+  assert numbers.keys() <= known.keys()
+  return process.set_hparams(state, known | numbers)
+
+
 def run(process, datasets, epochs, state=None):
   """The state after `epochs`, and the last metrics."""
   return outputs(process, datasets, epochs, state)[-1]
