@@ -57,7 +57,9 @@ def test_variants_have_their_settings_and_fall_likewise():
   start = steps(process, 0, outer_learning_rate=np.float32(0.5))
   assert start['server_momentum'] == 0.9
   end = steps(process, 39, outer_learning_rate=np.float32(0.5))
-  np.testing.assert_allclose(end['outer_learning_rate'], 0.5 * 2 / 40)
+  np.testing.assert_allclose(
+      end['outer_learning_rate'], 0.5 * 2 / 40, rtol=1e-5
+  )
   assert 'server_momentum' not in steps(trial.build('simfbo'), 0)
 
 

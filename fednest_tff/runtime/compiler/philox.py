@@ -8,8 +8,11 @@ which TensorFlow takes for all stateless draws on CPUs and GPUs.
 
 A block of four words comes from a counter of four words and a key of two. Words
 are 32 bits, kept in int64. Those with even numbers are one tensor, those with
-odd numbers another: [..., 2] each.
+odd numbers another: [..., 2] each. The functions are traced once: a call of
+them adds one node to a graph.
 """
+
+import functools
 
 import tensorflow as tf
 
@@ -47,7 +50,8 @@ def _philox(
   for k in range(_ROUNDS):
     if k:
       key = _low(key + _constant(*_KEY_STEPS))
-    products = tf.reverse(even * _constant(*_MULTIPLIERS), [-1])
+    products = even * _constant(*_MULTIPLIERS)
+    products = tf.gather(products, [1, 0], axis=-1)
     mixed = tf.bitwise.bitwise_xor(_high(products), odd)
     even, odd = tf.bitwise.bitwise_xor(mixed, key), _low(products)
   return even, odd
@@ -62,11 +66,68 @@ def keys_and_counters(seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   Returns:
     Keys and counters, uint64 of shapes [n, 1] and [n, 2].
   """
-  seeds = tf.cast(seeds, tf.int64)
+  return _keys_and_counters(tf.cast(seeds, tf.int64))
+
+
+@tf.function(
+    input_signature=[tf.TensorSpec([None, 2], tf.int64)], autograph=False
+)
+def _keys_and_counters(seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   even, odd = _philox(_low(seeds), _high(seeds), _constant(*_SEED_KEY))
   mixed = _join(even, odd)
   counters = tf.stack([tf.zeros_like(mixed[:, 1]), mixed[:, 1]], axis=1)
   return tf.bitcast(mixed[:, :1], tf.uint64), tf.bitcast(counters, tf.uint64)
+
+
+def _to_float(words: tf.Tensor) -> tf.Tensor:
+  """Numbers in [0, 1) from words: their lower 23 bits are the mantissa."""
+  mantissa = tf.bitwise.bitwise_and(words, tf.constant(0x7FFFFF, tf.int64))
+  one = tf.constant(0x3F800000, tf.int64)  # The exponent of 1.
+  bits = tf.cast(tf.bitwise.bitwise_or(mantissa, one), tf.int32)
+  return tf.bitcast(bits, tf.float32) - 1.0
+
+
+@functools.cache
+def _build_draw(dtype: tf.DType) -> tf.types.experimental.GenericFunction:
+  """`draw` for one type."""
+  per_block = 4 if dtype == tf.float32 else 2
+
+  @tf.function(
+      input_signature=[
+          tf.TensorSpec([None], tf.int32),
+          tf.TensorSpec([None, 1], tf.uint64),
+          tf.TensorSpec([None, 2], tf.uint64),
+      ],
+      autograph=False,
+  )
+  def draw_all(
+      shape: tf.Tensor, keys: tf.Tensor, counters: tf.Tensor
+  ) -> tf.Tensor:
+    clients = tf.shape(keys)[:1]
+    size = tf.reduce_prod(shape)
+    count = (size + per_block - 1) // per_block
+    # The first half of a counter is the number of the block.
+    blocks = tf.range(tf.cast(count, tf.int64))[:, tf.newaxis]
+    of_each = tf.concat([clients, [count, 1]], axis=0)
+    blocks = tf.broadcast_to(blocks, of_each)
+    rest = tf.bitcast(counters, tf.int64)[:, tf.newaxis, 1:]
+    rest = tf.broadcast_to(rest, of_each)
+    keys = tf.bitcast(keys, tf.int64)
+    even, odd = _philox(
+        tf.concat([blocks, _low(rest)], axis=-1),
+        tf.concat([tf.zeros_like(blocks), _high(rest)], axis=-1),
+        tf.concat([_low(keys), _high(keys)], axis=1)[:, tf.newaxis],
+    )
+    if dtype == tf.float32:
+      drawn = _to_float(tf.stack([even, odd], axis=-1))
+    else:
+      drawn = _join(even, odd)
+    drawn = tf.reshape(drawn, tf.concat([clients, [per_block * count]], axis=0))
+    return tf.reshape(
+        drawn[:, :size], tf.concat([clients, shape], axis=0)
+    )
+
+  return draw_all
 
 
 def draw(
@@ -83,35 +144,11 @@ def draw(
   Returns:
     A tensor of shape [n, *shape].
   """
-  size = tf.cast(tf.reduce_prod(shape), tf.int64)
-  per_block = 4 if dtype == tf.float32 else 2
-  blocks = tf.range((size + per_block - 1) // per_block)[:, tf.newaxis]
-  keys = tf.bitcast(keys, tf.int64)
-  key = tf.concat([_low(keys), _high(keys)], axis=1)[:, tf.newaxis]
-  # The first half of a counter is the number of the block.
-  rest = tf.bitcast(counters, tf.int64)[:, tf.newaxis, 1:]
-  blocks = tf.broadcast_to(
-      blocks, tf.stack([tf.shape(keys)[0], tf.shape(blocks)[0], 1])
-  )
-  rest = tf.broadcast_to(rest, tf.shape(blocks))
-  even, odd = _philox(
-      tf.concat([blocks, _low(rest)], axis=-1),
-      tf.concat([tf.zeros_like(blocks), _high(rest)], axis=-1),
-      key,
-  )
-  if dtype == tf.float32:
-    drawn = _to_float(tf.stack([even, odd], axis=-1))
-  else:
-    drawn = _join(even, odd)
-  clients = tf.shape(keys)[:1]
-  drawn = tf.reshape(drawn, tf.concat([clients, [-1]], axis=0))[:, :size]
-  shape = tf.cast(shape, tf.int32)
-  return tf.reshape(drawn, tf.concat([clients, shape], axis=0))
-
-
-def _to_float(words: tf.Tensor) -> tf.Tensor:
-  """Numbers in [0, 1) from words: their lower 23 bits are the mantissa."""
-  mantissa = tf.bitwise.bitwise_and(words, tf.constant(0x7FFFFF, tf.int64))
-  one = tf.constant(0x3F800000, tf.int64)  # The exponent of 1.
-  bits = tf.cast(tf.bitwise.bitwise_or(mantissa, one), tf.int32)
-  return tf.bitcast(bits, tf.float32) - 1.0
+  drawn = _build_draw(dtype)(tf.cast(shape, tf.int32), keys, counters)
+  known = tf.get_static_value(shape)
+  rank = shape.shape[0]
+  if known is not None:
+    drawn.set_shape([None, *known])
+  elif rank is not None:
+    drawn.set_shape([None] * (1 + rank))
+  return drawn
