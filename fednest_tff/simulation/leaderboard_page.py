@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 import os
 
 import matplotlib
+import matplotlib.axes
+import matplotlib.ticker
 
 from fednest_tff.simulation import plots, records
 from fednest_tff.simulation.client_work import PRODUCT_COST
@@ -16,6 +18,9 @@ from fednest_tff.simulation.leaderboard import (
 from fednest_tff.simulation.plots import Curve
 from fednest_tff.simulation.records import Row
 from fednest_tff.simulation.search import Range, Space, Tried
+
+# Ticks of an axis for shares that come near 1.
+_SHARES = (0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -182,6 +187,30 @@ def trial_rows(outcomes: Mapping[str, Outcome]) -> list[Row]:
   ]
 
 
+def _spread_shares(
+    axes: matplotlib.axes.Axes,
+    shown: Mapping[str, Sequence[Sequence[Row]]],
+    curve: Curve,
+) -> None:
+  """Gives 0.98 and 0.99 as much room as 0.8 and 0.9, for shares such as these.
+
+  Args:
+    axes: Where the curves are.
+    shown: The rows of each method's runs.
+    curve: The metric. If all of its values are between 0 and 1 and the last
+      ones come near 1, the scale is logit.
+  """
+  runs = [rows for runs in shown.values() for rows in runs]
+  values = [row[curve.column] for rows in runs for row in rows]
+  best = max(rows[-1][curve.column] for rows in runs)
+  if curve.logarithmic or min(values) <= 0 or not 0.8 < best < 1:
+    return
+  axes.set_yscale('logit')
+  axes.set_yticks(_SHARES, labels=[f'{share:g}' for share in _SHARES])
+  axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+  axes.set_ylim(max(0.1, min(values)), 1 - (1 - max(values)) / 1.5)
+
+
 def draw(
     outcomes: Mapping[str, Outcome],
     order: Sequence[str],
@@ -224,6 +253,7 @@ def draw(
     if cost is not COSTS[0]:
       axes.set_xscale('log')
   panels[0].set_ylabel(curve.label)
+  _spread_shares(panels[0], shown, curve)
   figure.suptitle(title, fontsize=11)
   handles, names = panels[0].get_legend_handles_labels()
   figure.legend(

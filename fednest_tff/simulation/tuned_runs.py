@@ -18,6 +18,10 @@ from fednest_tff.structures import Value
 
 # Some methods draw how much they compute.
 _COUNTED_EPOCHS = 2
+# What clients compute does not depend on their step sizes. With those of an
+# initial state they may diverge: where steps are functions of the epoch, the
+# numbers in that state are 1.
+_SMALL_STEP = 1e-6
 
 
 class WithHparams:
@@ -100,10 +104,17 @@ class TunedRuns:
   @functools.cached_property
   def client_work(self) -> client_work.ClientWork:
     """What a client computes in an epoch, counted."""
+
+    def build() -> Process:
+      process = self.trial.build(self._method)
+      known = tunable(process).get_hparams(process.initialize())
+      steps = {
+          name: _SMALL_STEP for name in known if name.endswith('learning_rate')
+      }
+      return cast(Process, WithHparams(process, steps))
+
     return client_work.count_client_work(
-        lambda: self.trial.build(self._method),
-        self.trial.cohort,
-        _COUNTED_EPOCHS,
+        build, self.trial.cohort, _COUNTED_EPOCHS
     )
 
   def epochs(self, rounds: int) -> int:

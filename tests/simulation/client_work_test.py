@@ -2,6 +2,7 @@
 
 import fednest_tff
 from fednest_tff import simulation
+from fednest_tff.simulation import tuned_runs
 from tests.helpers import quadratic
 
 RUNTIME = 'in_process'
@@ -41,3 +42,24 @@ def test_fednest():
   # Minibatches have two examples, all else has four.
   assert work.gradient_examples == T * (4 + 2 * inner) + 4 + 4 + 2 * outer
   assert work.product_examples == 4 * N
+
+
+def test_work_of_tuned_runs_is_counted_whatever_the_steps():
+  """Steps of a schedule are as large as it says until they are tuned."""
+  datasets = quadratic.to_datasets(
+      quadratic.make_clients(num_clients=2, examples=(4,))
+  )
+  huge = dict.fromkeys(
+      ['inner_learning_rate', 'linear_learning_rate', 'outer_learning_rate'],
+      lambda epoch: 1e200,
+  )
+  trial = simulation.Trial(
+      lambda method: fednest_tff.build(
+          quadratic.build_problem(), method, local_steps=TAU, **huge
+      ),
+      lambda epoch: datasets,
+      lambda weights: {},
+      2,
+  )
+  found = tuned_runs.TunedRuns(trial, 'simfbo').client_work
+  assert found == (TAU, TAU, 4 * TAU, 4 * TAU)

@@ -2,6 +2,7 @@
 
 import math
 
+import matplotlib.figure
 import pytest
 
 from fednest_tff.simulation import leaderboard, leaderboard_page
@@ -97,3 +98,19 @@ def test_the_best_comes_first_and_diverged_ones_last(tmp_path):
   assert 'C, seed 1: epoch 1: x is inf' in page
   assert page == (tmp_path / 'leaderboard.md').read_text()
   assert (tmp_path / 'leaderboard.png').exists()
+
+
+@pytest.mark.parametrize(
+    'last, scale', [(0.97, 'logit'), (0.6, 'linear'), (1.0, 'linear')]
+)
+def test_shares_near_one_have_room(last, scale):
+  figure = matplotlib.figure.Figure()
+  axes = figure.subplots()
+  rows = [{'accuracy': value} for value in (0.3, last)]
+  leaderboard_page._spread_shares(
+      axes, {'a': [rows], 'b': [rows]}, Curve('accuracy', 'accuracy')
+  )
+  assert axes.get_yscale() == scale
+  if scale == 'logit':
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert {'0.9', '0.95'} < set(labels)
