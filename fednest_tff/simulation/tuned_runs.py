@@ -18,10 +18,6 @@ from fednest_tff.structures import Value
 
 # Some methods draw how much they compute.
 _COUNTED_EPOCHS = 2
-# What clients compute does not depend on their step sizes. With those of an
-# initial state they may diverge: where steps are functions of the epoch, the
-# numbers in that state are 1.
-_SMALL_STEP = 1e-6
 
 
 class WithHparams:
@@ -108,9 +104,10 @@ class TunedRuns:
     def build() -> Process:
       process = self.trial.build(self._method)
       known = tunable(process).get_hparams(process.initialize())
-      steps = {
-          name: _SMALL_STEP for name in known if name.endswith('learning_rate')
-      }
+      # Clients that stay where they are compute as much. With the steps of the
+      # initial state they may diverge: where these are functions of the epoch,
+      # the numbers in that state are 1.
+      steps = {name: 0.0 for name in known if name.endswith('learning_rate')}
       return cast(Process, WithHparams(process, steps))
 
     return client_work.count_client_work(
