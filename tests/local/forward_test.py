@@ -78,6 +78,14 @@ def test_graph_of_a_product_does_not_depend_on_earlier_ones(monkeypatch):
   assert len(forwardprop._jvp_function_cache) == 0
 
 
+def test_tensorflows_counts_begin_anew(monkeypatch):
+  """It still takes the derivatives of handles, and counts those."""
+  counts = {'TensorListSetItem': 40}
+  monkeypatch.setattr(forwardprop, '_TRACE_COUNT', counts)
+  with forward.accumulator(AT, ALONG):
+    assert not counts
+
+
 def test_what_is_kept_is_limited(monkeypatch):
   monkeypatch.setattr(forward, '_MAX_KEPT', 2)
   first = _traced_product()
