@@ -292,7 +292,7 @@ def test_clients_are_spread_over_two_devices(launcher, tmp_path):
   printed = log.read_text()
   assert code == 0, printed[-2000:]
   found = json.loads(printed.splitlines()[-1])
-  assert len(found) == 4
+  assert len(found) == 6
   for other in found[1:]:
     np.testing.assert_allclose(found[0], other, rtol=1e-12)
   logs = printed.split('RUN')[1:]
@@ -300,6 +300,6 @@ def test_clients_are_spread_over_two_devices(launcher, tmp_path):
   def devices_of(log):
     return set(re.findall(r'MatMul\S*.*device:(CPU:\d)', log))
 
-  for single, double in (logs[:2], logs[2:]):
+  for single, double in (logs[:2], logs[2:4], logs[4:]):
     assert devices_of(single) == {'CPU:0'}
     assert devices_of(double) == {'CPU:0', 'CPU:1'}
