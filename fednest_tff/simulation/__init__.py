@@ -22,7 +22,8 @@ from fednest_tff.simulation.records import (
     summarize,
     write_rows,
 )
-from fednest_tff.simulation.run_directory import RunDirectory, is_ours
+from fednest_tff.simulation.run_directory import RunDirectory
+from fednest_tff.simulation.run_files import is_ours
 from fednest_tff.simulation.search import Range, StepRanges, Tried
 from fednest_tff.simulation.training import Process, Trial, train
 from fednest_tff.simulation.weights import (

@@ -12,55 +12,21 @@ import glob
 import json
 import os
 import shutil
-import stat
 import types
 from typing import IO
 
 from absl import logging
 
-from fednest_tff.simulation import checkpoints, errors, files
-from fednest_tff.simulation.manifest import MANIFEST
-from fednest_tff.simulation.records import METRICS, TENSORBOARD
-from fednest_tff.simulation.weights import WEIGHTS
+from fednest_tff.simulation import checkpoints, errors, files, run_files
+from fednest_tff.simulation.records import METRICS
 
-_CONFIG = 'config.json'
 _LOCK = '.lock'
 _LONGEST_LOCK = 32  # Bytes: it holds the number of a process.
-# A directory without this file is not ours, and nothing in it is removed.
-MARKER = '.fednest_tff'
 _MARK = b'This directory is a run of fednest_tff, which may remove it.\n'
-_RUNS = 'runs'
-# What a run writes, and so what starting anew may remove.
-_FILES = (
-    _CONFIG,
-    METRICS,
-    MANIFEST,
-    WEIGHTS,
-    'not_finite.json',
-    'summary.json',
-    'plot.png',
-    'plot.pdf',
-    'traceback.txt',
-    # Of a comparison.
-    'search.db',
-    'search.db-journal',
-    'leaderboard.csv',
-    'leaderboard.md',
-    'leaderboard.png',
-    'trials.csv',
-)
-_FOLDERS = (checkpoints.CHECKPOINTS, TENSORBOARD, _RUNS, 'facts')
-_OURS = (*_FILES, *_FOLDERS)
 # Where an earlier run is kept until the new one has recorded an epoch; and its
 # name while it is being moved there or back.
 _EARLIER = '.earlier'
 _MOVING = '.earlier_moving'
-# What a killed process had not finished writing, here and in the single runs.
-_LEFTOVERS = (
-    *(f'{name}{files.TEMPORARY}' for name in (*_FILES, MARKER)),
-    f'{checkpoints.CHECKPOINTS}/*{files.TEMPORARY}',
-    'plot.tmp.*',
-)
 
 
 def _differences(
@@ -73,61 +39,6 @@ def _differences(
       for name in names
       if before.get(name, missing) != now.get(name, missing)
   ]
-
-
-def _is_folder(path: str) -> bool:
-  return os.path.isdir(path) and not os.path.islink(path)
-
-
-def _remove(path: str) -> None:
-  if _is_folder(path):
-    shutil.rmtree(path)
-  else:
-    os.remove(path)
-
-
-def is_ours(path: str) -> bool:
-  """Whether a directory has the marker of a run."""
-  return os.path.lexists(os.path.join(path, MARKER))
-
-
-def _is_recorded(directory: str) -> bool:
-  """Whether a run has recorded an epoch."""
-  here = glob.escape(directory)
-  paths = [
-      os.path.join(here, METRICS), os.path.join(here, _RUNS, '*', METRICS)
-  ]
-  return any(glob.glob(path) for path in paths)
-
-
-def _check_kinds(directory: str) -> None:
-  """Refuses folders in place of files, pipes, and the like."""
-  for where in (
-      directory, *glob.glob(os.path.join(glob.escape(directory), _RUNS, '*'))
-  ):
-    for name in (*_OURS, MARKER):
-      path = os.path.join(where, name)
-      try:
-        mode = os.stat(path).st_mode
-      except (FileNotFoundError, NotADirectoryError):
-        continue
-      is_right = stat.S_ISDIR if name in _FOLDERS else stat.S_ISREG
-      if not is_right(mode):
-        kind = 'directory' if name in _FOLDERS else 'file'
-        raise errors.RunError(
-            f'{path!r} is not a {kind}: move it away, or choose another'
-            ' `output_dir`'
-        )
-
-
-def _missing(path: str) -> list[str]:
-  """The directories that have to be made for `path`, innermost first."""
-  found = []
-  path = os.path.abspath(path)
-  while not os.path.lexists(path):
-    found.append(path)
-    path = os.path.dirname(path)
-  return found
 
 
 class RunDirectory:
@@ -173,7 +84,7 @@ class RunDirectory:
 
   def __enter__(self) -> 'RunDirectory':
     with errors.file_errors(self.path):
-      self._made = _missing(self.path)
+      self._made = run_files.missing(self.path)
       try:
         os.makedirs(self.path, exist_ok=True)
         self._take_lock()
@@ -183,7 +94,7 @@ class RunDirectory:
           self._put_aside()
           before = None
         self._remove_leftovers()
-        _check_kinds(self.path)
+        run_files.check_kinds(self.path)
         self._is_new = before is None
         config = {
             'flags': self._settings,
@@ -198,9 +109,9 @@ class RunDirectory:
           # How it began, if it is to go further now.
           config['earlier'] = earlier
         else:
-          files.write(self.join(MARKER), _MARK)
+          files.write(self.join(run_files.MARKER), _MARK)
         if before != self._settings:
-          files.write_json(self.join(_CONFIG), config)
+          files.write_json(self.join(run_files.CONFIG), config)
       except BaseException:
         self._leave()
         raise
@@ -232,7 +143,7 @@ class RunDirectory:
       return
     had_earlier = os.path.lexists(self.join(_EARLIER))
     self._settle()
-    if had_earlier or _is_recorded(self.path):
+    if had_earlier or run_files.is_recorded(self.path):
       return
     if self._is_new:
       self._remove_run()
@@ -268,13 +179,15 @@ class RunDirectory:
       before = config.get('data')
       if not fingerprint or before == fingerprint:
         return
-      if before is not None and _is_recorded(self.path):
+      if before is not None and run_files.is_recorded(self.path):
         raise errors.RunError(
             f'{self.path!r} holds a run on other data (their hash was'
             f' {str(before)[:12]} and is {fingerprint[:12]}): put the old data'
             ' back, choose another `output_dir`, or `overwrite` to start anew'
         )
-      files.write_json(self.join(_CONFIG), config | {'data': fingerprint})
+      files.write_json(
+          self.join(run_files.CONFIG), config | {'data': fingerprint}
+      )
 
   def _take_lock(self) -> None:
     path = self.join(_LOCK)
@@ -320,7 +233,7 @@ class RunDirectory:
 
   def _move(self, source: str, target: str) -> None:
     """Moves what a run has written from one folder to another."""
-    for name in (*_OURS, MARKER):
+    for name in (*run_files.OURS, run_files.MARKER):
       if os.path.lexists(os.path.join(source, name)):
         os.replace(os.path.join(source, name), os.path.join(target, name))
 
@@ -336,40 +249,41 @@ class RunDirectory:
   def _settle(self) -> None:
     """Removes an earlier run if the new one has begun, or else restores it."""
     moving, earlier = self.join(_MOVING), self.join(_EARLIER)
-    if _is_folder(earlier):
-      if _is_recorded(self.path):
+    if run_files.is_folder(earlier):
+      if run_files.is_recorded(self.path):
         shutil.rmtree(earlier)
         return
       self._remove_run()
       os.replace(earlier, moving)
-    if _is_folder(moving):
+    if run_files.is_folder(moving):
       self._move(moving, self.path)
       os.rmdir(moving)
       files.sync_directory(self.path)
 
   def settle(self) -> None:
     """Removes the earlier run that was replaced, once there is a new one."""
-    if _is_recorded(self.path) and _is_folder(self.join(_EARLIER)):
+    earlier = self.join(_EARLIER)
+    if run_files.is_recorded(self.path) and run_files.is_folder(earlier):
       with errors.file_errors(self.path):
-        shutil.rmtree(self.join(_EARLIER))
+        shutil.rmtree(earlier)
 
   def _remove_run(self) -> None:
     # The marker last: while it is there, the rest is known to be ours.
-    for name in (*reversed(_OURS), MARKER):
+    for name in (*reversed(run_files.OURS), run_files.MARKER):
       if os.path.lexists(self.join(name)):
-        _remove(self.join(name))
+        run_files.remove(self.join(name))
 
   def _remove_leftovers(self) -> None:
-    if not is_ours(self.path):
+    if not run_files.is_ours(self.path):
       return
     here = glob.escape(self.path)
-    for name in _LEFTOVERS:
-      for where in (here, os.path.join(here, _RUNS, '*')):
+    for name in run_files.LEFTOVERS:
+      for where in (here, os.path.join(here, run_files.RUNS, '*')):
         for path in glob.glob(os.path.join(where, name)):
-          _remove(path)
+          run_files.remove(path)
 
   def _read_config(self) -> dict[str, object]:
-    content = files.read_json(self.join(_CONFIG))
+    content = files.read_json(self.join(run_files.CONFIG))
     if not isinstance(content, dict) or not isinstance(
         content.get('flags'), dict
     ):
@@ -378,17 +292,20 @@ class RunDirectory:
 
   def _read_settings(self) -> dict[str, object] | None:
     """Those of the run that is there; `None` if there is none."""
-    found = [name for name in _OURS if os.path.lexists(self.join(name))]
-    if not is_ours(self.path):
+    found = [
+        name for name in run_files.OURS if os.path.lexists(self.join(name))
+    ]
+    if not run_files.is_ours(self.path):
       if found:
         raise errors.RunError(
-            f'{self.path!r} has {found[0]} but no {MARKER}: it is not a run of'
-            ' ours, or one of another version; choose another `output_dir`'
+            f'{self.path!r} has {found[0]} but no {run_files.MARKER}: it is'
+            ' not a run of ours, or one of another version; choose another'
+            ' `output_dir`'
         )
       return None
     if not found:
       return None
-    path = self.join(_CONFIG)
+    path = self.join(run_files.CONFIG)
     try:
       with errors.file_errors(path, 'read'):
         content = self._read_config()
@@ -429,7 +346,7 @@ class RunDirectory:
   def _num_recorded(self) -> int:
     """Rows of the run, or of the longest if there are several."""
     here = glob.escape(self.path)
-    paths = glob.glob(os.path.join(here, _RUNS, '*', METRICS))
+    paths = glob.glob(os.path.join(here, run_files.RUNS, '*', METRICS))
     found = [0]
     for path in paths or glob.glob(os.path.join(here, METRICS)):
       with errors.file_errors(path, 'read'):

@@ -113,12 +113,12 @@ def _places():
   import fednest_tff
   from fednest_tff import simulation
   from fednest_tff.runtime.compiler import lowering
-  from fednest_tff.simulation import records, run_directory
+  from fednest_tff.simulation import records, run_files
 
   return {
       'flags': (program, '_import_methods'),
       'data': (runs, 'make_trial'),
-      'directory': (run_directory, '_check_kinds'),
+      'directory': (run_files, 'check_kinds'),
       'tracing': (fednest_tff, 'build'),
       'compiling': (lowering, 'build_function'),
       'recording': (records.Recorder, 'write'),
