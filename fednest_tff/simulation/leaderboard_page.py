@@ -257,7 +257,7 @@ def draw(
   figure.suptitle(title, fontsize=11)
   handles, names = panels[0].get_legend_handles_labels()
   figure.legend(
-      handles, names, loc='outside lower center', ncols=min(len(names), 7),
+      handles, names, loc='outside lower center', ncols=min(len(names), 5),
       frameon=False, handlelength=3.5,
   )
   temporary = f'{path}.tmp.png'
