@@ -45,7 +45,7 @@ _MAX_UNROLLED_NODES = 42_000
 # A cohort is vectorised if it has at most this many groups of clients whose
 # tensors have the same shapes.
 _MAX_GROUPS = 2
-# How many functions, and how many computations, are kept.
+# How many functions are kept.
 _MAX_FUNCTIONS = 64
 
 _Key = TypeVar('_Key')
@@ -114,10 +114,6 @@ class InProcessRuntime:
         tuple[Hashable, list[tf.Tensor], list[tf.Tensor]] | None
     ) = None
     self._lock = threading.RLock()
-    # From the id of a computation to itself and its call-dominant form.
-    self._computations: collections.OrderedDict[
-        int, tuple[tff.Computation, call_dominant.CallDominant]
-    ] = collections.OrderedDict()
     # From the fingerprint of a computation and its kind of cohort.
     self._functions: collections.OrderedDict[
         tuple[bytes, type, Hashable], _Function
@@ -146,7 +142,6 @@ class InProcessRuntime:
       keep: How many of the last functions are kept.
     """
     with self._lock:
-      _shorten(self._computations, keep)
       _shorten(self._functions, keep)
       self._import_graph.clear()
       self._reader.clear()
@@ -162,7 +157,8 @@ class InProcessRuntime:
     Returns:
       The result, in the Python types that TFF's own runtime would return.
     """
-    rewritten = self._rewrite(computation)
+    with self._lock:
+      rewritten = call_dominant.to_call_dominant(computation)
     read = self._read(rewritten, argument) if self._compiled else []
     cohort = self._choose_cohort(rewritten, argument, read)
     try:
@@ -211,7 +207,7 @@ class InProcessRuntime:
       read: list[_Rows],
   ) -> Value:
     signature = computation.type_signature
-    if self._compiled:
+    if self._compiled and signature.parameter is not None:
       readings_ = computation.readings
       tensors = placed.feed_tensors(
           cohort, signature.parameter, argument, readings_.unused
@@ -221,9 +217,14 @@ class InProcessRuntime:
       results = self._compile(computation, cohort)(*tensors)
     else:
       tensors = placed.feed_tensors(cohort, signature.parameter, argument)
+      import_graph = self._import_graph
+      if self._compiled:
+        # The initial state of a process, for example. It is needed once, and is
+        # another computation for each seed: nothing of it is kept.
+        import_graph = graphs.Importer(is_simplified=False)
       with self._lock:
         results = lowering.evaluate_computation(
-            computation, cohort, self._devices[0], self._import_graph, tensors
+            computation, cohort, self._devices[0], import_graph, tensors
         )
     return placed.to_python(cohort, signature.result, results)
 
@@ -261,19 +262,6 @@ class InProcessRuntime:
     if size * computation.num_nodes <= _MAX_UNROLLED_NODES:
       return Unrolled(size, self._devices)
     return cohort_lib.build_looped(size, self._devices, chunk)
-
-  def _rewrite(
-      self, computation: tff.Computation
-  ) -> call_dominant.CallDominant:
-    with self._lock:
-      found = self._computations.get(id(computation))
-      if found is not None and found[0] is computation:
-        return found[1]
-      rewritten = call_dominant.to_call_dominant(computation)
-      # The computation is kept so that no other object gets its id.
-      self._computations[id(computation)] = (computation, rewritten)
-      _shorten(self._computations, _MAX_FUNCTIONS)
-      return rewritten
 
   def _compile(
       self, computation: call_dominant.CallDominant, cohort: Cohort

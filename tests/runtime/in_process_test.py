@@ -1,6 +1,7 @@
 """The in-process runtime against TFF's own, for processes and programs."""
 
 import functools
+import gc
 import json
 import re
 
@@ -210,16 +211,34 @@ def test_equal_processes_share_a_compiled_function():
   for seed in (0, 1):
     process = _small_process(seed, 1)
     run_in_process(runtime, lambda p=process: _epochs(p, 1, clients))
-  # Two initial points, and one `next` for both, also with other numbers.
-  assert runtime.num_functions == 3
+  # One `next` for both, also with other numbers. Initial points are not kept.
+  assert runtime.num_functions == 1
   start = run_in_process(runtime, process.initialize)
   numbers = process.get_hparams(start)
   changed = process.set_hparams(start, {k: v / 2 for k, v in numbers.items()})
   run_in_process(runtime, lambda: process.next(changed, clients))
-  assert runtime.num_functions == 3
+  assert runtime.num_functions == 1
   other = _small_process(0, 2)
   run_in_process(runtime, lambda: _epochs(other, 1, clients))
-  assert runtime.num_functions == 5 - 1  # The initial point is known already.
+  assert runtime.num_functions == 2
+
+
+def test_runs_that_are_over_leave_nothing_behind():
+  runtime = in_process.InProcessRuntime()
+
+  def run(seed):
+    process = _small_process(seed, 1)
+    run_in_process(runtime, lambda: _epochs(process, 1, CLIENT_DATA))
+
+  def num_graphs():
+    gc.collect()
+    return sum(isinstance(found, tf.Graph) for found in gc.get_objects())
+
+  run(0)
+  before = num_graphs()
+  for seed in range(1, 4):
+    run(seed)
+  assert num_graphs() == before
 
 
 def test_what_was_compiled_can_be_forgotten():
@@ -250,8 +269,8 @@ def test_ragged_clients_do_not_compile_again():
         for n in examples
     ]
     run_in_process(runtime, lambda d=data: process.next(state, d))
-  # The initial point, one for two groups of equal clients, and one for one.
-  assert runtime.num_functions == 3
+  # One for two groups of equal clients, and one for one.
+  assert runtime.num_functions == 2
 
 
 def test_errors_name_the_quantity_and_leave_the_runtime_usable(runtime):

@@ -11,6 +11,7 @@ dataset, or a `tff.structure.Struct` of them.
 from collections.abc import Callable, Hashable, Sequence
 import hashlib
 import re
+import weakref
 
 import tensorflow as tf
 import tensorflow_federated as tff
@@ -20,8 +21,8 @@ from fednest_tff.runtime.compiler import converters, graph_rewriting
 from fednest_tff.runtime.compiler.graph_rewriting import node_name
 from fednest_tff.structures import Value
 
-# How many computations an `Importer` knows; an epoch of FedNest has about 50.
-_MAX_KNOWN = 4096
+# How many functions an `Importer` keeps; an epoch of FedNest has about 20.
+_MAX_FUNCTIONS = 1024
 # By this name TensorFlow knows a resource that each execution creates anew.
 _ANONYMOUS = b'cd2c89b7-88b7-44c8-ad83-06c2a9158347'
 # A function of tensors.
@@ -325,11 +326,13 @@ class Importer:
     """Creates an importer; see `ImportedGraph`."""
     self._is_simplified = is_simplified
     self._functions: dict[bytes, ImportedGraph] = {}
-    # From the id of a computation to itself, so that no other object gets its
-    # id, and to its function.
+    # From the id of a computation that is still there to a reference that
+    # removes the entry when it goes, and to its function.
     self._known: dict[
         int,
-        tuple[tff.framework.CompiledComputation, ImportedGraph],
+        tuple[
+            weakref.ref[tff.framework.CompiledComputation], ImportedGraph
+        ],
     ] = {}
 
   def clear(self) -> None:
@@ -344,10 +347,12 @@ class Importer:
     found = self._known.get(id(compiled))
     if found is not None:
       return found[1]
-    if len(self._known) >= _MAX_KNOWN:
+    if len(self._functions) >= _MAX_FUNCTIONS:
       self.clear()
     key = fingerprint(compiled)
     if key not in self._functions:
       self._functions[key] = ImportedGraph(compiled, self._is_simplified)
-    self._known[id(compiled)] = compiled, self._functions[key]
+    known, entry = self._known, id(compiled)
+    reference = weakref.ref(compiled, lambda _: known.pop(entry, None))
+    known[entry] = reference, self._functions[key]
     return self._functions[key]
