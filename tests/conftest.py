@@ -4,11 +4,9 @@ Tests of algorithms run in process, without compiling; those of the runtime
 itself in TFF's own, unless their module has `RUNTIME = 'in_process'`.
 """
 
-import functools
 import gc
 import os
 import signal
-import typing
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 # Tests run on all cores, one process each.
@@ -17,13 +15,13 @@ os.environ.setdefault('TF_NUM_INTRAOP_THREADS', '1')
 import psutil
 import pytest
 
+from tests.helpers import protocols
+
 # Ignored in a background job of a shell, and then in Python, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# TFF and TensorFlow ask often whether something follows a protocol. Python 3.11
-# collects the protocol's attributes each time, 3.12 only once.
-typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
+protocols.cache_attributes()
 
 
 def pytest_collection_finish():

@@ -62,10 +62,21 @@ def _panel(
     names: dict[sets.Key, str],
     curve: simulation.Curve,
     x: str,
+    length: str = 'epoch',
 ) -> None:
-  """Draws the runs that have rows; says in the legend which diverged."""
+  """Draws the runs that have rows; says in the legend which diverged.
+
+  Args:
+    axes: Where.
+    rows: The runs of a figure.
+    names: Which of them, with their names in the legend.
+    curve: What is drawn.
+    x: The column that it is drawn against.
+    length: The column whose last value is the same for all that did not
+      diverge.
+  """
   ends = {
-      key: [run[-1]['epoch'] if run else 0 for run in rows[key]]
+      key: [run[-1][length] if run else 0 for run in rows[key]]
       for key in names if key in rows
   }
   longest = max((max(e) for e in ends.values() if e), default=0)
@@ -203,16 +214,20 @@ def figure_5(rows: Rows, path: str) -> str:
   return _save(figure, path)
 
 
-def figure_6(rows: Rows, path: str) -> str:
+def _outer_steps(length: str) -> Callable[[Rows, str], str]:
   """Outer step sizes on label shards against rounds, a panel each."""
-  steps = sorted({step for step, _ in rows}, reverse=True)
-  figure, axes = _new(2, 2, sharey=True)
-  for place, step in zip(axes.flat, steps, strict=True):
-    names = {(step, method): NAMES[method] for method in sets.STEP_METHODS}
-    _panel(place, rows, names, _ACCURACY, _ROUNDS)
-    place.set_title(rf'$\alpha$ = {step:g}', fontsize=10)
-  _legend(figure, axes, 4)
-  return _save(figure, path)
+
+  def draw(rows: Rows, path: str) -> str:
+    steps = sorted({step for step, _ in rows}, reverse=True)
+    figure, axes = _new(2, 2, sharey=True)
+    for place, step in zip(axes.flat, steps, strict=True):
+      names = {(step, method): NAMES[method] for method in sets.STEP_METHODS}
+      _panel(place, rows, names, _ACCURACY, _ROUNDS, length)
+      place.set_title(rf'$\alpha$ = {step:g}', fontsize=10)
+    _legend(figure, axes, 4)
+    return _save(figure, path)
+
+  return draw
 
 
 DRAW: dict[str, Callable[[Rows, str], str]] = {
@@ -229,5 +244,6 @@ DRAW: dict[str, Callable[[Rows, str], str]] = {
     ),
     '4': figure_4,
     '5': figure_5,
-    '6': figure_6,
+    '6': _outer_steps('epoch'),
+    '6_rounds': _outer_steps(_ROUNDS),
 }

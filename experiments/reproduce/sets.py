@@ -5,6 +5,7 @@ takes its settings from the preset files; `quick` is the same on digits, smaller
 and with steps that suit them; `tuned` is described in its own preset files.
 """
 
+import math
 import os
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,13 +14,14 @@ from absl import flags
 from experiments import hyper_representation, loss_tuning, minimax
 from experiments.experiment import Experiment
 from experiments.settings import Flags
+from fednest_tff import registry
 
 # The key of a run among those of a figure: a text, or a tuple of texts and
 # numbers.
 Key: TypeAlias = Any
 
 PRESETS = ('quick', 'paper', 'tuned')
-FIGURES = ('2a', '2b', '2c', '3a', '3b', '4', '5', '6')
+FIGURES = ('2a', '2b', '2c', '3a', '3b', '4', '5', '6', '6_rounds')
 # The others vary what `tuned` sets, or have nothing to tune.
 TUNED_FIGURES = ('2a', '2b', '3a', '3b', '5')
 PARTITIONS = ('iid', 'shards')
@@ -207,6 +209,40 @@ def _differences(preset: Preset) -> dict[Key, Run]:
   return found
 
 
+def _rounds_per_epoch(method: str, settings: Flags) -> int:
+  """The value of the registry's formula, such as '2T + N + 2'."""
+  values = {
+      'T': settings['inner_rounds'], 'N': settings['neumann_terms'], '': 1
+  }
+  total = 0
+  for term in registry.get_method(method).rounds.split(' + '):
+    factor = term.rstrip('TN')
+    total += int(factor or 1) * values[term.removeprefix(factor)]
+  return total
+
+
+def _at_equal_rounds(preset: Preset) -> dict[Key, Run]:
+  """Figure 6 with as many rounds for all methods, and with l = 1/alpha."""
+  per_epoch = {
+      method: _rounds_per_epoch(method, preset.hyper)
+      for method in STEP_METHODS
+  }
+  # About as many as FedNest has in figure 6, and whole epochs for all.
+  unit = math.lcm(*per_epoch.values())
+  rounds = unit * max(1, preset.step_epochs * per_epoch['fednest'] // unit)
+  found = {}
+  for step in preset.outer_steps:
+    for method in STEP_METHODS:
+      run = _hyper(
+          preset, method, 'shards', outer_learning_rate=step,
+          smoothness=1 / step,
+      )
+      # Not part of the name: with more epochs a run goes on.
+      epochs = dict(epochs=rounds // per_epoch[method])
+      found[step, method] = run._replace(given=run.given | epochs)
+  return found
+
+
 def runs_of(figure: str, preset: Preset) -> dict[Key, Run]:
   """The runs of a figure; keys are what its drawing and claims ask for."""
   found: dict[Key, Run]
@@ -268,6 +304,8 @@ def runs_of(figure: str, preset: Preset) -> dict[Key, Run]:
         )
         for step in preset.outer_steps for method in STEP_METHODS
     }
+  if figure == '6_rounds':
+    return _at_equal_rounds(preset)
   if figure == 'code':
     return _differences(preset)
   raise ValueError(f'`figure` must be one of {FIGURES}; got {figure!r}.')

@@ -108,6 +108,45 @@ def test_shared_runs_are_the_same():
       assert found.setdefault(run.name, run.given) == run.given
 
 
+def test_figure_6_at_equal_rounds():
+  preset = sets.make_preset('paper', 'somewhere', None)
+  runs = sets.runs_of('6_rounds', preset)
+  # T = 1 and N = 5.
+  rounds = dict(fednest=9, fednest_sgd=8, lfednest=2, lfednest_svrg=3)
+  for (step, method), run in runs.items():
+    assert run.given['epochs'] * rounds[method] == 18 * 72
+    assert run.given['smoothness'] == 1 / step
+    assert run.given['outer_learning_rate'] == step
+    assert 'epochs' not in run.name
+  assert len(runs) == 16
+  longer = sets.runs_of('6_rounds', preset._replace(step_epochs=300))
+  assert {r.name for r in longer.values()} == {r.name for r in runs.values()}
+  for key, run in longer.items():
+    assert run.given['epochs'] > runs[key].given['epochs']
+
+
+@pytest.mark.parametrize(
+    'figure, rounds_per_epoch', [('6', 1), ('6_rounds', 2)]
+)
+def test_figure_6_says_who_diverged(
+    figure, rounds_per_epoch, tmp_path, monkeypatch
+):
+  # Half the epochs are all rounds of a method with two rounds per epoch.
+  rows = {
+      (step, method): [_rows([0.5] * 4)]
+      for step in (1, 2, 3, 4) for method in sets.STEP_METHODS
+  }
+  rows[1, 'lfednest'] = [_rows([0.5] * 2, rounds_per_epoch)]
+  labels = []
+  monkeypatch.setattr(
+      figures.plots, 'draw_curves',
+      lambda axes, found, *_: labels.extend(found),
+  )
+  figures.DRAW[figure](rows, str(tmp_path / 'figure'))
+  diverged = ['LFedNest (diverges)'] if figure == '6' else []
+  assert [label for label in labels if 'diverges' in label] == diverged
+
+
 def test_paper_preset_has_the_settings_of_appendix_h():
   preset = sets.make_preset('paper', 'somewhere', None)
   for settings in (preset.hyper, preset.tuning):

@@ -199,6 +199,9 @@ def main():
   import matplotlib
 
   from experiments import minimax  # noqa: F401
+  from tests.helpers import protocols
+
+  protocols.cache_attributes()
 
   matplotlib.use('Agg')
   import matplotlib.pyplot  # noqa: F401
