@@ -26,7 +26,8 @@ _DEFAULT = 'hyper_representation'
 _METHODS = flags.DEFINE_list(
     'methods', ['all'],
     'Methods, separated by commas: names of the registry, simfbo_momentum,'
-    " simfbo_v0 (v = 0), fednest_paper (the paper's steps),"
+    " simfbo_v0 and simfbo_momentum_v0 (v = 0), fednest_paper (the paper's"
+    ' steps),'
     ' package.module:builder; or all.',
 )
 _ROUNDS = flags.DEFINE_integer(

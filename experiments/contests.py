@@ -82,9 +82,10 @@ PRESETS: dict[str, Preset] = {
         # Larger steps of v diverge: the inner Hessian's largest eigenvalue is
         # about 50 on iid clients, and more on label shards.
         StepRanges(
-            Range(0.01, 0.5, 0.1),
-            Range(0.001, 0.1, 0.01),
-            Range(0.01, 100, 1.0),
+            Range(0.01, 0.5, 0.05),
+            Range(0.001, 0.1, 0.005),
+            Range(0.001, 1.0, 0.01),
+            series_outer=Range(0.1, 100, 5.0),
         ),
         target=0.9,
     ),
@@ -171,6 +172,10 @@ _BILEVEL_VARIANTS = {
     'simfbo_v0': Variant(
         'SimFBO, v = 0', 'simfbo', fixed={'linear_learning_rate': 0.0}
     ),
+    'simfbo_momentum_v0': Variant(
+        'SimFBO, server momentum 0.9, v = 0', 'simfbo',
+        dict(server_momentum=0.9), {'linear_learning_rate': 0.0},
+    ),
 }
 # FedNest as the paper ran it on images: not tuned.
 _IMAGE_VARIANTS = {
@@ -206,7 +211,7 @@ def entries(preset: Preset) -> dict[str, Entry]:
   Returns:
     The methods by name. 'simfbo_v0' is SimFBO with v = 0, which leaves the
     indirect part of the hypergradient out; 'simfbo_momentum' has a momentum at
-    the server.
+    the server; 'simfbo_momentum_v0' is both.
   """
   found = {
       name: Entry(registry.get_method(name).label, name)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # Otherwise imported by those who search: it takes a second.
 
 _RANDOM_TRIALS = 5
 # A trial is never stopped before this part of its rounds, nor before so many
-# others have been where it is.
+# others have reached the same round.
 _WARM_UP = 0.25
 _OTHERS = 3
 
@@ -58,11 +58,14 @@ class StepRanges(NamedTuple):
     inner: Of y.
     linear: Of v; the methods with a Neumann series have 1 / l in its place.
     outer: Of x.
+    series_outer: Of x for the methods with a Neumann series, if they need
+      other ones: with few terms, p is much smaller than v.
   """
 
   inner: Range
   linear: Range
   outer: Range
+  series_outer: Range | None = None
 
 
 # The weight of the penalty method.
@@ -80,11 +83,14 @@ def space_of(hparams: Mapping[str, object], steps: StepRanges) -> Space:
     A range for each step size, for l and for the weight of a penalty; other
     hyper-parameters stay as they are.
   """
+  outer = steps.outer
+  if steps.series_outer is not None and 'smoothness' in hparams:
+    outer = steps.series_outer
   known = {
       'inner_learning_rate': steps.inner,
       'linear_learning_rate': steps.linear,
       'smoothness': steps.linear.inverse(),
-      'outer_learning_rate': steps.outer,
+      'outer_learning_rate': outer,
       'penalty': _PENALTY,
   }
   return {name: known[name] for name in known if name in hparams}
@@ -181,7 +187,7 @@ class Search:
 
     for trial in self._study.trials:
       if trial.state == optuna.trial.TrialState.RUNNING:
-        # It was created and may lack some of its numbers.
+        # A killed process may have left it without some of its numbers.
         if trial.params.keys() == self._ranges.keys():
           return self._running(optuna.trial.Trial(self._study, trial._trial_id))
         self._study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
@@ -269,7 +275,7 @@ class RunningTrial:
   def report(self, rounds: int, value: float) -> bool:
     """Notes the metric at a round; returns whether to stop."""
     if not math.isfinite(value):
-      return False  # Whoever trains will notice.
+      return False  # The training will raise an error.
     known = self._trial.study.trials[self._trial.number].intermediate_values
     if rounds not in known:  # A resumed trial repeats some rounds.
       self._trial.report(value, rounds)

@@ -68,6 +68,8 @@ def test_entries():
   assert found['simfbo_v0'].fixed == {'linear_learning_rate': 0.0}
   assert found['simfbo_v0'].method == 'simfbo'
   assert found['simfbo_momentum'].method == 'simfbo_momentum'
+  assert not found['simfbo_momentum'].fixed
+  assert found['simfbo_momentum_v0'].fixed == {'linear_learning_rate': 0.0}
   assert 'personal' not in found
   assert set(contests.choose(found, ['simfbo'])) == {'simfbo'}
   with pytest.raises(ValueError, match='`methods`=fednest_paper is none of'):

@@ -22,13 +22,21 @@ def quality(hparams):
 def test_all_methods_search_the_same_steps():
   rates = ('inner_learning_rate', 'linear_learning_rate', 'outer_learning_rate')
   found = search.space_of(dict.fromkeys([*rates, 'radius']), STEPS)
-  assert found == dict(zip(rates, STEPS, strict=True))
+  assert found == dict(zip(rates, STEPS[:3], strict=True))
   found = search.space_of(
       dict.fromkeys(['inner_learning_rate', 'smoothness']), STEPS
   )
   # 1 / l is the step of v.
   assert found['smoothness'] == Range(1.0, 1000.0, 5.0)
   assert found.keys() == {'inner_learning_rate', 'smoothness'}
+  # Where l is, x may have other steps.
+  other = STEPS._replace(series_outer=Range(2.0, 4.0, 3.0))
+  for names, expected in (
+      (['outer_learning_rate', 'linear_learning_rate'], STEPS.outer),
+      (['outer_learning_rate', 'smoothness'], other.series_outer),
+  ):
+    found = search.space_of(dict.fromkeys(names), other)
+    assert found['outer_learning_rate'] == expected
 
 
 def test_a_search_that_is_opened_anew_tries_the_same(tmp_path):
