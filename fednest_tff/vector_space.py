@@ -32,7 +32,7 @@ def specs(a: Structure) -> Structure:
 
 def _tensor(leaf: Any) -> tf.Tensor:
   found = tf.convert_to_tensor(leaf)
-  if found is None:  # Of classes of tensors, which are none themselves.
+  if found is None:  # For a class of tensors, which is no tensor itself.
     raise TypeError(f'{leaf!r} is no tensor')
   return found
 
@@ -43,7 +43,7 @@ def tensors(a: Structure) -> Structure:
 
 
 def constants(a: Structure) -> Structure:
-  """`a` as tensors of the present graph, though its leaves be eager ones."""
+  """`a` as tensors of the current graph, even if its leaves are eager ones."""
   return tf.nest.map_structure(
       lambda leaf: tf.convert_to_tensor(
           leaf.numpy() if hasattr(leaf, 'numpy') else leaf

@@ -1,1 +1,1 @@
-"""Federated algorithms: TFF processes around the local mathematics."""
+"""Federated algorithms, one per module, each with builders of TFF processes."""

@@ -1,4 +1,4 @@
-"""AggITD: the hypergradient along the inner rounds, without rounds of its own.
+"""AggITD: the inner rounds also carry the chain of Hessian products.
 
 FedIHGP's chain of Hessian products takes N rounds after the inner problem. Here
 the T inner rounds carry it. One epoch, with Q uniform in {0, ..., T - 1} and
@@ -14,10 +14,11 @@ With y frozen, the mean of lambda T r over Q is FedIHGP's truncated sum with
 N = T. There are 2 T + 2 rounds with FedInn inside, T + 2 with LFedInn.
 
 Communication-Efficient Federated Hypergradient Computation via Aggregated
-Iterative Differentiation. P. Xiao, K. Ji. ICML 2023. Where readings differ:
-grad_y f_i is taken at y^Q and each Hessian at y^t, before the inner step of the
-same round; clients send grad^2_y g_i r, and the server forms r - lambda times
-their mean; x moves by FedOut's corrected steps.
+Iterative Differentiation. P. Xiao, K. Ji. ICML 2023. Choices made here, where
+the paper can be read differently: grad_y f_i is taken at y^Q and each Hessian
+at y^t, before the inner step of the same round; clients send grad^2_y g_i r,
+and the server forms r - lambda times their mean; x moves by FedOut's corrected
+steps.
 """
 
 from typing import Literal, NamedTuple
@@ -59,7 +60,7 @@ class ChainMessage(NamedTuple):
     outer: x.
     inner: y^t.
     r: The vector so far.
-    countdown: Q - t (int32): at 0 r starts, below it is multiplied.
+    countdown: Q - t (int32): at 0, r starts; below 0, r is multiplied.
     learning_rate: beta, if clients step in this round; else empty.
     seed: The seed of the inner call.
   """
@@ -73,7 +74,7 @@ class ChainMessage(NamedTuple):
 
 
 class Chain(NamedTuple):
-  """r and Q - t."""
+  """The chain so far: the vector r, and the countdown Q - t."""
 
   r: ServerValue
   countdown: ServerValue
@@ -92,7 +93,7 @@ def _build_carrying_round(
     types: The problem's types.
     carried: The inner round.
     batch_size: Size of the samples behind r.
-    argument: The argument that `factory` came through.
+    argument: The name of the argument that holds `factory`.
     factory: For the inner round's value and the part of r together.
 
   Returns:
@@ -146,7 +147,7 @@ def _build_carrying_round(
 
 
 class CarryingExecutor:
-  """An executor that runs one round of an inner method as one that carries r.
+  """An executor that replaces a round of an inner method by one that carries r.
 
   Attributes:
     answer: The mean answer for r, once the round has run.
@@ -183,7 +184,7 @@ class CarryingExecutor:
 
 
 class AggITD(fed_nest.Alternating):
-  """AggITD; see `build_agg_itd`. Its state is that of the outer method."""
+  """AggITD; see `build_agg_itd`. Its own state is the outer method's."""
 
   def __init__(
       self,
@@ -214,7 +215,7 @@ class AggITD(fed_nest.Alternating):
     def advance(
         chain: Chain, answer: Structure, smoothness: tf.Tensor
     ) -> Chain:
-      # Zeros before Q, grad_y f at Q, and products after.
+      # `answer` is zeros before Q, grad_y f at Q, and a product after Q.
       after = vector_space.add_scaled(chain.r, -1 / smoothness, answer)
       r = vector_space.where(chain.countdown < 0, after, answer)
       return Chain(r, chain.countdown - 1)

@@ -10,12 +10,13 @@ with the same minibatch B in both terms; then z = mean_i z_i and m = mean_i m_i.
 The step sizes decay as alpha_t = delta / (u_0 + t)^(1/3).
 
 Communication-Efficient Federated Bilevel Optimization with Global and Local
-Lower Level Problems. J. Li, F. Huang, H. Huang. NeurIPS 2023. Where readings
-differ: the momentum is part of the server's state and not of the clients', so
-that a client need not take part in every epoch; t counts epochs, so that alpha
-is constant within one and the same for clients that take unequal numbers of
-steps; 1 - c alpha_t^2 is never negative; in the first epoch m_i starts as
-G_i(z; B), B being the first minibatch.
+Lower Level Problems. J. Li, F. Huang, H. Huang. NeurIPS 2023. Choices made
+here, where the paper can be read differently: the momentum is part of the
+server's state and not of the clients', so that a client need not take part in
+every epoch; t counts epochs, so that alpha is constant within one and the same
+for clients that take unequal numbers of steps; 1 - c alpha_t^2 is never
+negative; in the first epoch m_i starts as G_i(z; B), B being the first
+minibatch.
 """
 
 import dataclasses
@@ -87,7 +88,7 @@ class Momentum(NamedTuple):
 
 
 class MomentumMessage(NamedTuple):
-  """What clients are sent of the momentum: m, alpha_t and 1 - c alpha_t^2."""
+  """The momentum in the message: m, alpha_t and 1 - c alpha_t^2."""
 
   momentum: Momentum
   alpha: tf.Tensor

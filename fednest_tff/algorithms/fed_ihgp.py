@@ -62,7 +62,7 @@ class Progress(NamedTuple):
     norm: ||b||.
     largest: The largest <v, H v> / <v, v> so far, a lower bound of the largest
       eigenvalue of H; 0 before the first product.
-    smallest: The smallest; H is not positive if it is negative.
+    smallest: The smallest such quotient; if it is negative, H is not positive.
   """
 
   solver: SolverState
@@ -74,7 +74,7 @@ class Progress(NamedTuple):
 def _seen(
     progress: Progress, v: Structure, product: Structure
 ) -> tuple[tf.Tensor, tf.Tensor]:
-  """`largest` and `smallest` after the product of `v`, if it was wanted."""
+  """`largest` and `smallest` with H v counted in, if that was wanted."""
   square = vector_space.squared_norm(v)
   curvature = tf.math.divide_no_nan(vector_space.dot(v, product), square)
   wanted = (progress.solver.products_left > 0) & (square > 0)
@@ -242,7 +242,7 @@ def smoothness_hparams(
 
   Args:
     solver: The solver.
-    wanted: l, or `None` for 1 / beta at epoch 0. In the state that is 0, so
+    wanted: l, or `None` for 1 / beta at epoch 0. The state has 0 for `None`, so
       that l follows when beta is changed.
     inner_learning_rate: beta; `None` if the method has none.
 

@@ -11,9 +11,10 @@ The chains run in the same N rounds, whose messages are S times as large, and
 the variance of p falls as 1 / S.
 
 Achieving Linear Speedup in Non-IID Federated Bilevel Learning. M. Huang,
-D. Zhang, K. Ji. ICML 2023. Where readings differ: the chains share the epoch's
-cohort, of which each round of each chain takes the share `participation`, and
-a client answers all chains in one message; x is moved by FedOut.
+D. Zhang, K. Ji. ICML 2023. Choices made here, where the paper can be read
+differently: the chains share the epoch's cohort, of which each round of each
+chain takes the share `participation`, and a client answers all chains in one
+message; x is moved by FedOut.
 """
 
 import dataclasses

@@ -33,7 +33,7 @@ from fednest_tff.problems import Problem
 class Alternating(server.OuterStepMethod):
   """Algorithm 1: T inner calls, then one outer call at the new y.
 
-  Its state is that of the outer method.
+  Its own state is the outer method's.
   """
 
   def __init__(
@@ -203,10 +203,10 @@ def build_fed_nest(
 
   A client's dataset has single examples, unbatched. Metrics of an epoch: the
   losses at the cohort (`inner_loss` where the last inner call began,
-  `outer_loss` at x and the new y), `inner_gradient_norm` (of q) and
-  `hypergradient_norm` (of h) where the method forms them, `client_drift`, the
-  root mean square of ||y_i - y+||, and `outer_drift`, that of ||x_i - x+||, the
-  norms of both updates, and the numbers of clients and examples. A quantity
+  `outer_loss` at x and the new y); `inner_gradient_norm` (of q) and
+  `hypergradient_norm` (of h) where the method forms them; `client_drift`, the
+  root mean square of ||y_i - y+||; `outer_drift`, the same for ||x_i - x+||;
+  the norms of both updates; the numbers of clients and examples. A quantity
   that is not finite stops the call with an error that names it.
 
   Args:

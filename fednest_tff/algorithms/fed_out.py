@@ -4,7 +4,7 @@ One call takes FedIHGP's rounds, if the problem is implicit, and two more:
 
   FedIHGP         p ~ H^-1 mean_i grad_y f_i                       line 3
   hypergradient   h = mean_i [F_i(x) - grad^2_xy g_i p],           lines 4-8
-                  F_i = grad_x f_i(., y); without g_i p if minimax
+                  F_i = grad_x f_i(., y); no term in p if minimax
   update          x_i <- x_i - alpha_i (F_i(x_i; s) - F_i(x; s) + h),
                   tau_i times from x_i = x; then x+ = mean_i x_i   lines 9-14
 

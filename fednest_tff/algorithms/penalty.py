@@ -17,9 +17,9 @@ second derivative is taken. At the solution y - w is about H^-1 grad_y f /
 lambda, so the direction of x is the hypergradient up to an error of order
 1 / lambda: doubling lambda halves it.
 
-Where readings differ: w starts where y does; the step size of y is divided by
-lambda, that of w is not; both terms in g of a local step have the same
-minibatch.
+Choices made here, where the paper can be read differently: w starts where y
+does; the step size of y is divided by lambda, the step size of w is not; both
+terms in g of a local step have the same minibatch.
 """
 
 import tensorflow as tf

@@ -18,8 +18,8 @@ clients drift, as in FedAvg.
 Clients keep nothing between rounds, neither y_i nor p_i, and never send them.
 y_0 stays where it was: it is part of the model, and `build_personalize` takes
 the same inner steps from it for a client that wants its y_i. Since x_i moves in
-the local steps, features cannot be kept from one to the next; they are within
-the inner steps at one x_i.
+the local steps, features cannot be kept from one local step to the next; they
+are kept within the inner steps at one x_i.
 
 Two relatives. Without the indirect part, p_i = 0, this is Federated
 Reconstruction (K. Singhal et al., NeurIPS 2021; TFF's `build_fed_recon`) that

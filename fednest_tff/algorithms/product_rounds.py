@@ -31,8 +31,8 @@ from fednest_tff.local.client import Client, ClientFeatures
 from fednest_tff.problems import Features
 from fednest_tff.vector_space import Structure
 
-# The weight of a client outside S_n relative to one inside: nothing next to 1
-# even in float64, and all there is if S_n is empty.
+# The weight of a client outside S_n, relative to one inside. Next to 1 it is
+# lost even in float64; if S_n is empty, all clients have it, and it cancels.
 _OUTSIDE = 1e-20
 
 
@@ -56,7 +56,7 @@ class ProductMessage(NamedTuple):
 
 
 def _divide_by_shares(value: Structure) -> Structure:
-  """The chains' means over their S_n, from those over all clients."""
+  """The chains' means over their S_n, from the means over all clients."""
   scaled, shares = value
   return tuple(map(vector_space.scale, [1 / s for s in shares], scaled))
 
@@ -65,8 +65,8 @@ class ProductRounds:
   """The rounds of FedIHGP.
 
   Attributes:
-    gradient: b.
-    product: H v.
+    gradient: The round that computes b.
+    product: The round that computes H v.
     vector_type: Type of v: that of y, or a tuple with one per chain.
     means: From a round's mean value to the means over S_n; in TensorFlow.
   """
@@ -105,7 +105,7 @@ class ProductRounds:
     def share(
         client: Client, seed: tf.Tensor, index: tf.Tensor | int
     ) -> tf.Tensor:
-      """1 for a client in S_n, next to nothing outside."""
+      """1 for a client in S_n, `_OUTSIDE` for any other."""
       own = client_lib.seed_of(client, seed, sampling.neumann_cohort(index))
       is_in = tf.random.stateless_uniform([], own) < participation
       return tf.where(is_in, tf.ones_like(client.weight), _OUTSIDE)
@@ -119,7 +119,7 @@ class ProductRounds:
       """The client's value, metrics and weight in round n = `index`.
 
       Each of several chains has its own S_n, so that a client's share differs
-      between them: it is sent along, and the server divides by its mean.
+      between chains: it sends its shares, and the server divides by their mean.
       """
 
       nothing: Numbers = collections.OrderedDict()  # No metrics.

@@ -9,8 +9,8 @@ One epoch, with z = (x, y, v) and G_i(z) as in `local.simultaneous`:
 
 Then v is projected on a ball. eta and gamma have a number for each variable.
 With a server momentum beta the server steps along m <- beta m + h in place of
-h, the mean of either method: rounds of few clients that have few labels each
-are then averaged over about 1 / (1 - beta) rounds.
+h, the mean of either method. A mean over few clients with few labels each is
+then averaged over about 1 / (1 - beta) rounds.
 With gamma = eta, the default, the new point of SimFBO is the mean of the
 clients' points. When clients take unequal numbers of steps, SimFBO solves a
 problem in which each client counts tau_i times, ShroFBO the problem as it is.
@@ -22,10 +22,11 @@ problem in which each client counts tau_i times, ShroFBO the problem as it is.
   server, and FedNova when normalised.
 
 SimFBO: Towards Simple, Flexible and Communication-efficient Federated Bilevel
-Learning. Y. Yang, P. Xiao, K. Ji. NeurIPS 2023. Where readings differ: v stands
-for +H^-1 grad_y f; both gradients and both products of a local step are taken
-at the client's current point, those of f with one minibatch of outer examples,
-those of g with one of inner examples; v is projected by the server only.
+Learning. Y. Yang, P. Xiao, K. Ji. NeurIPS 2023. Choices made here, where the
+paper can be read differently: v stands for +H^-1 grad_y f; both gradients and
+both products of a local step are taken at the client's current point, those of
+f with one minibatch of outer examples, those of g with one of inner examples; v
+is projected by the server only.
 """
 
 from collections.abc import Callable
@@ -159,9 +160,9 @@ class SimFBO(simultaneous.SimultaneousMethod):
       normalize: ShroFBO if true, else SimFBO.
       aggregator: Factory for the clients' h_i.
       direction: (number, point, minibatches) -> directions.
-      number: That number, such as lambda of the penalty method, as a
-        hyper-parameter by its name. Empty if the directions need none; then
-        they are called with `()`.
+      number: The first argument of `direction`, such as lambda of the penalty
+        method, as a hyper-parameter by its name. Empty if the directions need
+        none; then they are called with `()`.
     """
     problem = types.problem
     per_client = work.per_client()

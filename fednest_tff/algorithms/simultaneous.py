@@ -49,8 +49,8 @@ class StepsMessage(NamedTuple):
     inner: y.
     linear: v.
     outer_rate: The local step size of x.
-    inner_rate: That of y; empty if there is none.
-    linear_rate: That of v; empty if there is none.
+    inner_rate: The local step size of y; empty if there is no y.
+    linear_rate: The local step size of v; empty if there is no v.
     more: A further value that the method sends, or nothing.
     seed: The epoch's seed.
   """

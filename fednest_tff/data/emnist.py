@@ -246,7 +246,7 @@ def _download(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _default_timeout(seconds: float) -> Iterator[None]:
-  """TFF opens its address without a timeout of its own."""
+  """Sets a default timeout for sockets: TFF downloads without one."""
   before = socket.getdefaulttimeout()
   socket.setdefaulttimeout(seconds)
   try:

@@ -80,7 +80,7 @@ def load(
 
 
 def _load_digits() -> LabelledImages:
-  """A fifth of each class is for testing, always the same."""
+  """Loads digits; a fifth of each class, always the same, is for testing."""
   # Imported here because it is slow.
   from sklearn import datasets
 
@@ -134,7 +134,7 @@ def _load_tfds(name: str) -> LabelledImages:
 
 
 def _check_network(builder: 'DatasetBuilder') -> None:
-  """Asks for one file's header: tfds itself tries on for minutes."""
+  """Fails soon if there is no network, where tfds would retry for minutes."""
   url = next(iter(builder.url_infos), None)
   if url is None:
     return

@@ -1,1 +1,1 @@
-"""Federated machinery: what every method is made of, whatever it computes."""
+"""Parts that all methods are made of: types, means, rounds and processes."""

@@ -70,8 +70,8 @@ class Aggregation:
   value goes through its process and the metrics through a plain mean beside it.
 
   Attributes:
-    name: Of the aggregator's state.
-    argument: The argument that the factory came through.
+    name: The name of the aggregator's state.
+    argument: The name of the argument that holds the factory.
     initialize: `( -> state@SERVER)`.
   """
 
@@ -87,10 +87,10 @@ class Aggregation:
     """Creates the aggregation.
 
     Args:
-      name: Of the aggregator's state.
+      name: The name of the aggregator's state.
       types: The problem's types.
       value_type: Type of the value, unplaced.
-      argument: The argument that `factory` came through, for error messages.
+      argument: The name of the argument that holds `factory`, for errors.
       factory: A weighted or unweighted factory, or `None` for the plain mean.
       uniform: Whether a round leaves the clients' weights as they are.
     """

@@ -1,7 +1,7 @@
-"""Refuses aggregators that do not average, where that can be told.
+"""Refuses aggregators that are known to sum over clients and not to average.
 
-The algorithms need a mean over clients. A sum has the same type: it would run,
-with steps that grow with the cohort.
+The algorithms need a mean over clients. A sum has the same type, so it would
+run, but with steps that grow with the cohort.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _FACTORIES = (
     tff.aggregators.UnweightedAggregationFactory,
     tff.aggregators.WeightedAggregationFactory,
 )
-# They divide what their own factories sum up.
+# Factories that divide the sum that the factories inside them compute.
 _MEANS = (tff.aggregators.MeanFactory, tff.aggregators.UnweightedMeanFactory)
 _SUMS = (
     tff.aggregators.EncodedSumFactory,
@@ -56,7 +56,7 @@ def check(argument: str, factory: object) -> None:
   """Refuses a factory that sums.
 
   Args:
-    argument: That the factory came through.
+    argument: The name of the argument that holds the factory.
     factory: A `tff.aggregators` factory, maybe around others.
 
   Raises:

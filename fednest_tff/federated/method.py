@@ -1,4 +1,4 @@
-"""Methods: an epoch written once.
+"""Federated methods, each of which writes its epoch once, for any executor.
 
 A method declares its rounds, its hyper-parameters and the part of the state
 that belongs to it, and writes one epoch as a function of an executor
@@ -47,8 +47,8 @@ class HyperParameter(NamedTuple):
 
   Attributes:
     initial: Its value in the initial state.
-    at: From the epoch and all numbers of the state to what the method uses;
-      `None` for the number itself.
+    at: A function of the epoch and of all numbers in the state that returns
+      the value that the method uses; `None` to use the number itself.
   """
 
   initial: float
@@ -63,8 +63,8 @@ def learning_rates(
 
   Args:
     allow_zero: Whether a step size may be 0, which keeps its variable still.
-    **rates: By name, a positive number; or a function of the epoch, of which
-      the number in the state is a factor, 1 at first.
+    **rates: The step sizes by name: positive numbers, or functions of the
+      epoch. A function is multiplied by the number in the state, 1 at first.
 
   Returns:
     The hyper-parameters.
@@ -161,6 +161,6 @@ class Method:
   def set_hparams(
       self, method_state: Structure, hparams: dict[str, Structure]
   ) -> Structure:
-    """The method's part of the state with those of `get_hparams` changed."""
+    """The method's part of the state, with the given hyper-parameters set."""
     del hparams
     return method_state

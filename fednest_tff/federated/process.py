@@ -107,7 +107,7 @@ class NestedProcess(tff.learning.templates.LearningProcess):
 def run_epoch(
     do: Executor, method: Method, plan: tff.Computation, state: NestedState
 ) -> NestedState:
-  """One epoch of `method` from `state`, whatever the executor."""
+  """Runs one epoch of `method` from `state`, with any executor."""
   numbers, seeds, following = do.server(
       plan, state.seed, state.epoch, state.hparams
   )
@@ -144,7 +144,7 @@ def _build_plan(method: Method, hparams_type: tff.Type) -> tff.Computation:
 
 
 def _count_clients(types: ProblemTypes, clients: tff.Value) -> tff.Value:
-  """Numbers of clients and examples; it shares the first round."""
+  """Counts clients and examples, as a part of the first round."""
 
   @types.computation(types.client)
   def count(client: Client) -> Numbers:

@@ -55,7 +55,7 @@ class Round:
       features at `message.outer` in the middle: `<message, features, client>`.
       A third result is the client's weight in this round, in place of
       `client.weight`.
-    takes_features: Whether `client_work` does.
+    takes_features: Whether `client_work` takes features.
     message_type: Type of the message, unplaced.
     aggregation: How values are averaged.
   """
@@ -75,7 +75,7 @@ class Round:
       name: Its name.
       types: The problem's types.
       client_work: The clients' computation.
-      argument: The argument that `factory` came through.
+      argument: The name of the argument that holds `factory`.
       factory: A `tff.aggregators` factory; `None` for the plain mean.
       aggregation: One that several rounds share, in place of `factory`.
     """
@@ -238,12 +238,13 @@ class InOneComputation:
     self.metrics: dict[str, tff.Value] = {}
     self.sent_rounds: list[SentRound] = []
     self.clients = tff.federated_map(types.read_client, datasets)
-    # By the identity of values at the server, which are kept here to keep it.
+    # What clients were sent, by the id of the value at the server. The value is
+    # kept as well, so that no other object gets its id.
     self._at_clients: dict[int, tuple[ServerValue, tff.Value]] = {}
     self._features: dict[int, tff.Value] = {}
 
   def _send(self, value: ServerValue, sent: list[tff.Type]) -> tff.Value:
-    """`value` at the clients."""
+    """Broadcasts `value`, unless clients have it already."""
     if isinstance(value, tuple) and not value:
       return value
     if id(value) not in self._at_clients:

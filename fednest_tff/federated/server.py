@@ -41,7 +41,7 @@ def build_check(value_type: tff.Type, message: str) -> tff.Computation:
   @tff.tensorflow.computation(value_type)
   def check(value: Structure) -> tuple[Structure, tf.Tensor]:
     value = vector_space.check_finite(value, message)
-    # Of data of 1e38, say, the value is finite and its norm is not.
+    # With data of 1e38, say, the value is finite but its norm overflows.
     norm = vector_space.check_finite(
         vector_space.norm(value), f'The norm overflows: {message}'
     )
@@ -177,7 +177,7 @@ class ServerStep:
 
 
 class OuterStepMethod(method.Method):
-  """A method whose part of the state is that of the server's step on x.
+  """A method whose own state is the state of the server's step on x.
 
   Attributes:
     outer_step: The server's step on x.

@@ -2,9 +2,9 @@
 
 Tracing is most of the time that it takes to build a process: 0.3 s for a
 product of second derivatives. Processes on the same problem share most of their
-computations (FedNest's are those of FedNest_SGD, but for the inner steps), and
-step sizes are no part of them. So a computation is kept with its problem and
-used again wherever the same function, with the same values around it, is to be
+computations (FedNest and FedNest_SGD differ only in the inner steps), and step
+sizes are no part of them. So a computation is kept with its problem and used
+again wherever the same function, with the same values in its closure, is to be
 traced for the same types.
 """
 
@@ -25,7 +25,7 @@ _MAX_DEPTH = 20
 
 
 class _UnknownValueError(Exception):
-  """A value of which it is not known when another one equals it."""
+  """A value that cannot be compared with another one."""
 
 
 def _describe(value: object, problem: Problem, depth: int = 0) -> Hashable:
@@ -61,19 +61,19 @@ def _describe(value: object, problem: Problem, depth: int = 0) -> Hashable:
 def computation(
     problem: Problem, *parameter_types: Any
 ) -> Callable[[Callable[..., Any]], tff.Computation]:
-  """Decorates a function of tensors: `tff.tensorflow.computation`, but shared.
+  """Like `tff.tensorflow.computation`, but equal functions are traced once.
 
   Args:
     problem: The problem that keeps the computation.
     *parameter_types: The types of the function's parameters.
 
   Returns:
-    A decorator. Where a function like it was decorated before, with equal
-    values around it, that one's computation is the result.
+    A decorator. If the same function, with equal values in its closure, was
+    decorated before, the computation from then is the result.
   """
 
   def decorate(function: Callable[..., Any]) -> tff.Computation:
-    if derivatives.is_marked():  # For counting, not for later use.
+    if derivatives.is_marked():  # Traced to count derivatives; not kept.
       return tff.tensorflow.computation(function, *parameter_types)
     kept = problem.computations
     try:

@@ -15,7 +15,7 @@ from fednest_tff.vector_space import Structure
 
 # From a client's examples to its weight.
 Weighting = Callable[[Structure], tf.Tensor]
-# What users may give for it.
+# What users may give as `client_weighting`.
 ClientWeighting: TypeAlias = str | tff.learning.ClientWeighting | Weighting
 
 
@@ -62,14 +62,14 @@ class ProblemTypes:
       client_weighting: ClientWeighting = 'uniform',
       inner_is_personal: bool = False,
   ):
-    """Traces how clients are read.
+    """Traces the computation that reads a client's dataset.
 
     Args:
       problem: The problem.
       client_weighting: 'uniform', 'num_examples', a
         `tff.learning.ClientWeighting` or a function of a client's examples.
-      inner_is_personal: Whether the method is one for problems in which each
-        client has its own inner solution; all others share one.
+      inner_is_personal: Whether the method is for problems in which each
+        client has its own inner solution; in other problems clients share one.
     """
     if not isinstance(problem, Problem):
       raise ValueError(

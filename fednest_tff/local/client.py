@@ -40,7 +40,7 @@ class ClientFeatures(NamedTuple):
 
   Attributes:
     inner: `Problem.representation` of its inner examples.
-    outer: That of its outer examples.
+    outer: `Problem.representation` of its outer examples.
   """
 
   inner: Features
@@ -58,9 +58,9 @@ def features_at(
 
 
 def _pad_if_empty(examples: Structure) -> tuple[Structure, tf.Tensor]:
-  """`examples`, or one example of zeros; and whether there were any.
+  """The examples, or one of zeros if there are none; and whether there are any.
 
-  The mean over no examples is NaN, and NaN times a weight of 0 still is.
+  The mean over no examples is NaN, and a weight of 0 does not remove a NaN.
   """
   count = sampling.num_examples(examples)
   missing = tf.maximum(1 - count, 0)

@@ -35,7 +35,7 @@ def _gradient(
   gradient = tape.gradient(
       value, at, unconnected_gradients=tf.UnconnectedGradients.ZERO
   )
-  # A gather has a sparse gradient; it is dense everywhere else.
+  # The gradient of a gather is sparse; here all gradients become dense.
   return value, vector_space.tensors(gradient)
 
 
@@ -60,7 +60,7 @@ def gradient(
 
 
 def _is_about_control_flow(error: Exception) -> bool:
-  """Whether it is what TensorFlow raises inside tf.cond and its relatives."""
+  """Whether TensorFlow raises this error inside tf.cond, tf.while_loop etc."""
   if isinstance(error, TypeError):
     return "<dtype: 'variant'> is not compatible" in str(error)
   where = traceback.extract_tb(error.__traceback__)[-1].filename
@@ -71,7 +71,7 @@ def _is_about_control_flow(error: Exception) -> bool:
 def _along(
     primals: Structure, tangents: Structure
 ) -> Iterator[tf.autodiff.ForwardAccumulator]:
-  """An accumulator that names what TensorFlow cannot differentiate twice."""
+  """An accumulator that refuses control flow with an error that names it."""
   try:
     with forward.accumulator(primals, tangents) as accumulator:
       yield accumulator
@@ -137,10 +137,10 @@ _Result = TypeVar('_Result')
 
 @contextlib.contextmanager
 def marked(mark: Mark) -> Iterator[None]:
-  """Has the derivatives of losses that are traced meanwhile run an operation.
+  """Within it, every derivative of a loss that is traced runs an operation.
 
-  For counting: whenever one of the functions below is evaluated, so is the
-  operation that `mark` has made for it.
+  This is for counting: whenever one of the functions below is evaluated, so is
+  the operation that `mark` has made for it.
 
   Args:
     mark: Makes the operation, from 'gradient' (one pass back over a loss) or
@@ -159,14 +159,14 @@ def marked(mark: Mark) -> Iterator[None]:
 
 
 def is_marked() -> bool:
-  """Whether derivatives that are traced now run an operation each."""
+  """Whether `marked` is active."""
   return _mark is not None
 
 
 def _counted(
     kind: str,
 ) -> Callable[[Callable[_P, _Result]], Callable[_P, _Result]]:
-  """Marks a function of which the last argument has the examples."""
+  """Has calls of a function counted; its last argument has the examples."""
 
   def decorate(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
     @functools.wraps(function)

@@ -96,7 +96,7 @@ class LocalWork:
     return dataclasses.replace(self, steps=1)
 
   def without_rate(self) -> 'LocalWork':
-    """The steps alone: clients are sent their step size."""
+    """This work without its step size, which the server sends to clients."""
     return dataclasses.replace(self, learning_rate=None)
 
   def num_steps(self, examples: Structure) -> tf.Tensor:
@@ -235,7 +235,7 @@ def corrected_descent(
     step_size: tf.Tensor,
     project: Projection,
 ) -> Structure:
-  """The steps of `svrg`, from the minibatches and the step size themselves."""
+  """The steps of `svrg`, for given minibatches and a given step size."""
 
   def direction(v: Structure, nu: tf.Tensor) -> Structure:
     batch = batches[nu]
@@ -268,8 +268,8 @@ def drift(mean_squared_change: tf.Tensor, mean_change: Structure) -> tf.Tensor:
   """Root mean square over clients of ||y_i - y+||.
 
   mean ||y_i - y+||^2 = mean ||y_i - y||^2 - ||y+ - y||^2 when y+ is the mean,
-  so it costs no further round. Mean ||y_i - y+|| itself would: clients do not
-  know y+ yet.
+  so it costs no further round. The mean of ||y_i - y+|| itself would cost one,
+  because clients do not know y+ yet.
   """
   squared = tf.cast(
       vector_space.squared_norm(mean_change), mean_squared_change.dtype

@@ -3,8 +3,8 @@
 TensorFlow takes the forward derivative of an operation by a function that it
 traces. It traces that function anew in every graph, which takes a third of the
 time to trace a product of second derivatives, and keeps it for ever, though no
-other graph can use it. From the 33rd of an operation on it relaxes shapes,
-which changes the graph and the last bits of its numbers.
+other graph can use it. From the 33rd function of an operation on it relaxes
+shapes, which changes the graph and the last bits of its numbers.
 
 Here these functions are traced outside all graphs, once for an operation, its
 attributes and its shapes, so that all graphs share them and none depends on
@@ -57,7 +57,7 @@ _LINEAR = {
 
 
 def _is_zero(tangent: tf.Tensor | None) -> bool:
-  """Tells whether a tangent is that of something that does not move."""
+  """Tells whether a tangent is known to be 0: its argument does not move."""
   if tangent is None:
     return True
   if tf.executing_eagerly():  # It is not known, and there is little to save.
@@ -113,7 +113,8 @@ def _derivative(
   if any(moving) and not use_batch:
     return _product_rule(operation, attributes, inputs, tangents)
   arguments = operation, attributes, inputs, outputs, tangents, use_batch
-  # A handle says more than its type: its function is no other's.
+  # Functions are shared by shapes and types, which do not tell handles apart:
+  # operations with handles are left to TensorFlow.
   handles = tf.resource, tf.variant
   if any(t.dtype in handles for t in (*inputs, *outputs)):
     return forwardprop._jvp_dispatch(*arguments)
@@ -141,8 +142,8 @@ def accumulator(
   Yields:
     The accumulator.
   """
-  # For the operations that are left to TensorFlow: it counts anew, and keeps
-  # nothing of other graphs.
+  # For the operations that are left to TensorFlow: its count of functions
+  # starts anew, and it keeps no functions of other graphs.
   forwardprop._TRACE_COUNT.clear()
   if not tf.executing_eagerly():
     forwardprop._jvp_function_cache.clear()

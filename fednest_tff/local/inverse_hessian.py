@@ -73,8 +73,8 @@ class Solver(NamedTuple):
     vector: state -> v, the vector whose product H v is wanted next.
     advance: (state, H v, l) -> state. A state with no products left stays as
       it is.
-    residual: (state, l) -> b - H p, of a p of which it is known without
-      another product: that of conjugate gradient, or a Neumann sum.
+    residual: (state, l) -> b - H p, for a p whose residual is known without
+      another product: the p of conjugate gradient, or a Neumann sum.
     needs_smoothness: Whether l is used.
     stops_at_random: Whether the number of products is N', drawn at random.
     num_chains: How many chains it has, if it has several; see
@@ -121,7 +121,7 @@ def _stochastic(num_terms: int) -> Solver:
       start,
       lambda state: state.p,
       advance,
-      # (I - H/l)^N' b, what a Neumann sum of N' terms leaves.
+      # (I - H/l)^N' b, the residual of a Neumann sum of N' terms.
       lambda state, smoothness: vector_space.scale(
           smoothness / num_terms, state.p
       ),
@@ -151,8 +151,8 @@ def _truncated(num_terms: int) -> Solver:
       start,
       lambda state: state.memory,
       advance,
-      # (I - H/l)^(N-1) b, what the sum without its last term leaves. What the
-      # whole sum leaves would take another product.
+      # (I - H/l)^(N-1) b, the residual of the sum without its last term. The
+      # residual of the whole sum would take another product.
       lambda state, smoothness: vector_space.scale(smoothness, state.memory),
   )
 
@@ -231,7 +231,7 @@ def _counted(solver: Solver) -> Solver:
 
 
 def independent_chains(solver: Solver, num_chains: int) -> Solver:
-  """`solver` several times over; p is the mean of the chains' solutions.
+  """Several copies of `solver`, the chains; p is the mean of their solutions.
 
   Right-hand sides, vectors and products are tuples with an entry per chain.
   Where chains draw their own samples and their own N', the variance of p falls

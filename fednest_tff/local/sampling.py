@@ -85,7 +85,8 @@ def fingerprint(examples: Structure) -> tf.Tensor:
   """A number (int64) that tells this client's randomness from another's.
 
   Clients have no names inside a federated computation, and all receive the same
-  seed. What tells them apart is their data, so its hash is folded into theirs.
+  seed. Their data tell them apart, so a hash of the data is folded into each
+  client's seed.
   """
 
   def digest(t: tf.Tensor) -> tf.Tensor:  # a row of bytes -> a row of 8 bytes
@@ -143,7 +144,7 @@ def steps_per_epoch(count: tf.Tensor, batch_size: int | None) -> tf.Tensor:
 def sample(examples: Data, size: int | None, seed: tf.Tensor) -> Data:
   """`size` examples drawn without replacement; all of them if `size` is None.
 
-  The samples xi_i and zeta_i of the algorithms outside the local loops. A
+  The algorithms draw these samples, xi_i and zeta_i, outside the local loops. A
   client that has fewer examples gives all of them.
   """
   return Minibatches(examples, size, tf.constant(1), seed)[tf.constant(0)]

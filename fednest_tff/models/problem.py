@@ -181,7 +181,7 @@ def backbone_and_head(
     split: splits.SplitArgument = 0.5,
     personal: bool = False,
 ) -> ModelProblem:
-  """x is the backbone, judged on validation data; y is the head on top of it.
+  """A problem: x is a backbone, judged on validation data, and y its head.
 
   g is the loss on a client's inner (training) examples plus `ridge` times the
   squared norm of the head's weights; f is the loss on its outer (validation)

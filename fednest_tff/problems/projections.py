@@ -39,14 +39,17 @@ def _on_simplex(v: tf.Tensor, total: float) -> tf.Tensor:
 
 
 def simplex(total: float = 1.0) -> Projection:
-  """Non-negative with sum `total`, along the last axis of each tensor."""
+  """The projection on entries >= 0 that sum to `total` along the last axis.
+
+  Each tensor is projected by itself.
+  """
   if not 0 < total < float('inf'):
     raise ValueError(f'`total` must be positive and finite; got {total}.')
   return lambda a: tf.nest.map_structure(lambda v: _on_simplex(v, total), a)
 
 
 def box(low: float, high: float) -> Projection:
-  """Every entry between `low` and `high`."""
+  """The projection of every entry on the interval from `low` to `high`."""
   if not low <= high:
     raise ValueError(f'`low` must not exceed `high`; got {low} and {high}.')
   return lambda a: tf.nest.map_structure(
@@ -58,7 +61,7 @@ def box(low: float, high: float) -> Projection:
 
 
 def ball(radius: float) -> Projection:
-  """Norm over all tensors together at most `radius`."""
+  """The projection on the ball: norm over all tensors at most `radius`."""
   if not 0 < radius < float('inf'):
     raise ValueError(f'`radius` must be positive and finite; got {radius}.')
 
@@ -75,5 +78,5 @@ def to_ball(a: Structure, radius: tf.Tensor | float) -> Structure:
 
 
 def non_negative() -> Projection:
-  """Every entry at least 0."""
+  """The projection of every entry on the numbers that are at least 0."""
   return lambda a: tf.nest.map_structure(tf.nn.relu, a)

@@ -14,12 +14,12 @@ SplitArgument: TypeAlias = float | Literal['same'] | Split
 
 
 def same(examples: Structure) -> tuple[Structure, Structure]:
-  """All examples on both levels."""
+  """The split that uses all examples on both levels."""
   return examples, examples
 
 
 def by_fraction(fraction: float, seed: int = 0) -> Split:
-  """A fixed random part is inner, the rest outer.
+  """A split in which a fixed random part is inner and the rest is outer.
 
   The examples are shuffled first, because a client's examples often come sorted
   by label. The shuffle depends on their number and on `seed` alone, so a client

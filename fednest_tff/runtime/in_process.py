@@ -171,7 +171,7 @@ class InProcessRuntime:
         cohort = self._choose_cohort(rewritten, argument, read)
         result = self._run(rewritten, cohort, argument, read)
       except tf.errors.OpError:
-        # It was not for the shapes.
+        # Different shapes were not the cause.
         self._uneven.remove(rewritten.fingerprint)
         raise
     return tff.types.type_to_py_container(

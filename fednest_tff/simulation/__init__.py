@@ -1,4 +1,4 @@
-"""Runs of iterative processes that survive being killed, and their curves."""
+"""Runs iterative processes, so that a killed run can go on, and draws plots."""
 
 from fednest_tff.simulation.client_work import ClientWork, count_client_work
 from fednest_tff.simulation.cohorts import sample_cohorts

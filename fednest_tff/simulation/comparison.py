@@ -55,7 +55,7 @@ class Contest(NamedTuple):
     curve: The metric: a column of the evaluation, with a label.
     larger_is_better: Whether the metric is to be large.
     steps: The step sizes to search, the same for all methods.
-    target: A value of the metric; reported is what it takes to reach it.
+    target: A value of the metric; the cost of reaching it is reported.
   """
 
   make_trial: Callable[[int, bool], Trial]
@@ -106,7 +106,7 @@ class _StopTrialError(Exception):
 
 
 def _file_name(name: str) -> str:
-  """A method may be 'package.module:builder'."""
+  """A name for files; a method may be 'package.module:builder'."""
   return name.replace(':', '.')
 
 

@@ -1,4 +1,4 @@
-"""What can end a run; each has a message of one line."""
+"""The errors that end a run; each has a message of one line."""
 
 from collections.abc import Iterator
 import contextlib

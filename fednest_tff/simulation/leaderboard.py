@@ -52,12 +52,12 @@ class Outcome(NamedTuple):
 
 
 class Cost(NamedTuple):
-  """What is equal when methods are compared.
+  """A cost at which methods are compared, such as communication rounds.
 
   Attributes:
-    name: In the tables.
-    label: Of an axis.
-    of: The cost so far, from a row.
+    name: Its name in the tables.
+    label: The label of its axis.
+    of: From a row to the cost so far.
   """
 
   name: str
@@ -108,7 +108,7 @@ class Mean(NamedTuple):
   """A mean over seeds.
 
   Attributes:
-    mean: Of those that have a value; `None` if none has.
+    mean: The mean of the seeds that have a value; `None` if none has.
     error: The standard error of the mean; `None` below two values.
     num_values: How many have a value.
     num_seeds: How many seeds there are.
@@ -141,7 +141,7 @@ def mean_of(values: Sequence[float | None]) -> Mean:
 
 
 def _round_up(number: float) -> float:
-  """Two significant digits, not below the number."""
+  """Rounds up to two significant digits."""
   if number <= 0:
     return 0.0
   unit = 10.0 ** (math.floor(math.log10(number)) - 1)
@@ -153,8 +153,9 @@ def marks_of(
 ) -> dict[str, list[float]]:
   """The marks at which methods are compared, by the name of the cost.
 
-  Rounds are those of `MARKS` that fit, and the last. The others are the same
-  parts of what the cheapest method needs for all of its rounds.
+  For rounds they are the `MARKS` below `rounds`, and `rounds` itself. For any
+  other cost they are the same fractions of what the cheapest method needs for
+  all of its rounds.
   """
   at_rounds = sorted({float(m) for m in MARKS if m < rounds} | {float(rounds)})
   found = {COSTS[0].name: at_rounds}

@@ -1,8 +1,8 @@
-"""Checksums of a run's records, so that damage is found and not believed.
+"""Checksums of a run's records, so that damaged records are noticed.
 
 `manifest.json` has a checksum of the header and of every row of `metrics.csv`,
 one of every state in `checkpoints/`, one of `weights.npz`, and one of itself.
-It is written after what it describes: what it does not know has not been
+It is written after what it describes: what it does not list had not been
 finished.
 """
 
@@ -19,12 +19,12 @@ MANIFEST = 'manifest.json'
 
 
 def checksum(content: bytes) -> str:
-  """Of a row."""
+  """The checksum of a row."""
   return f'{zlib.crc32(content):08x}'
 
 
 def digest(content: bytes) -> str:
-  """Of a whole file."""
+  """The SHA-256 digest of a whole file."""
   return hashlib.sha256(content).hexdigest()
 
 
@@ -37,7 +37,7 @@ class Manifest:
 
   Attributes:
     path: Of the file.
-    is_damaged: Whether there was a file that cannot be believed.
+    is_damaged: Whether there was a file, but a damaged one.
     lines: Checksums of the lines of `metrics.csv`, that of the header first.
     states: Digests of the states, by epoch.
     weights: The epoch of `weights.npz` and its digest; `None` if there is none.

@@ -38,9 +38,9 @@ class Curve(NamedTuple):
   """What a plot shows.
 
   Attributes:
-    column: Of the metrics file.
-    label: Of the vertical axis.
-    logarithmic: Whether that axis is.
+    column: The column of the metrics file.
+    label: The label of the vertical axis.
+    logarithmic: Whether the vertical axis is logarithmic.
   """
 
   column: str
@@ -133,7 +133,7 @@ def _axes_that_differ(
   lasts = [rows[0][-1] for rows in runs.values()]
 
   def shape(x: str) -> tuple[float, ...]:
-    """What a round of each method is worth there, next to the others."""
+    """How far along x a round of each method goes, relative to the others."""
     worth = [
         _abscissa(row, x) / max(row['communication_rounds'], 1)
         for row in lasts

@@ -29,8 +29,8 @@ Row: TypeAlias = dict[str, Any]
 
 METRICS = 'metrics.csv'
 TENSORBOARD = 'tensorboard'
-# The metric with the seconds of an epoch by a clock that nobody sets; TFF's own
-# uses one that people set.
+# The metric with the seconds of an epoch, by a monotonic clock. TFF's own
+# metric uses the system's clock, which can be set.
 SECONDS = 'monotonic_seconds'
 
 _EVENTS = 'events.out.tfevents.*'
@@ -95,8 +95,9 @@ class Table:
   def without_evaluation(self, is_evaluated: Callable[[int], bool]) -> 'Table':
     """The table without evaluations of epochs that need none.
 
-    The last epoch is always evaluated. If a run goes further, that epoch is no
-    longer the last, and a run that had gone further at once would lack it.
+    The last epoch is always evaluated. If a run later goes further, that epoch
+    is no longer the last, and a run that went as far at once would not have
+    evaluated it.
 
     Args:
       is_evaluated: Whether an epoch is one that is evaluated.
@@ -161,7 +162,8 @@ def read_table(directory: str, manifest: Manifest) -> tuple[Table, str]:
     else:
       pairs = zip(header, cells, strict=True)
       table.rows.append({name: text for name, text in pairs if text})
-  # One row more is that of a process that was killed before its checksum.
+  # One row more is no damage: a process was killed before it wrote the
+  # checksum of that row.
   if len(lines) > len(manifest.lines) + 1:
     return table, f'{path!r} has rows that were not recorded'
   return table, ''
@@ -195,7 +197,7 @@ class Recorder(tff.program.ReleaseManager):
 
   Attributes:
     path: Of the file.
-    last_epoch: The last one that was on record in the beginning.
+    last_epoch: The last epoch on record when this object was made.
     table: The rows so far. Whoever evaluates sets its `last_evaluated`.
     manifest: The checksums.
   """
@@ -235,7 +237,7 @@ class Recorder(tff.program.ReleaseManager):
     self._write_if_changed()
 
   def _write_if_changed(self) -> None:
-    """Writes rows that were restored, and leaves out others."""
+    """Writes the files anew unless they have exactly the rows of the table."""
     lines = self.table.lines()
     content = files.read(self.path) if os.path.lexists(self.path) else b''
     is_right = content == b''.join(lines) and self.manifest.lines == [
@@ -249,7 +251,7 @@ class Recorder(tff.program.ReleaseManager):
     if key == 0:
       return
     row = self._row(value, key)
-    # Those of a run that was stopped after its last checkpoint come again.
+    # Rows after the last checkpoint of a stopped run are computed again.
     del self.table.rows[key - 1 :]
     with errors.file_errors(os.path.join(self._directory, TENSORBOARD)):
       await self._show(row, key)
@@ -270,7 +272,7 @@ class Recorder(tff.program.ReleaseManager):
     self.manifest.write()
 
   async def _show(self, row: Row, epoch: int) -> None:
-    """Shows an epoch in TensorBoard, and first of all those before it."""
+    """Shows an epoch in TensorBoard; the first time, also all before it."""
     if self._tensorboard is None:
       folder = os.path.join(self._directory, TENSORBOARD)
       for old in glob.glob(os.path.join(glob.escape(folder), _EVENTS)):
@@ -283,7 +285,7 @@ class Recorder(tff.program.ReleaseManager):
     await self._tensorboard.release(self._shown(row), epoch)
 
   def _shown(self, row: Row) -> Row:
-    # As arrays: of a large Python float TensorFlow makes no float32.
+    # As arrays: TensorFlow cannot make a float32 of a large Python float.
     return {
         name: np.asarray(number)
         for name, number in row.items()

@@ -78,7 +78,7 @@ class RunDirectory:
     self._places = frozenset(places)
     self._lock: IO[str] | None = None
     self._is_new = self._is_open = False
-    # What there was not before.
+    # What this object has created.
     self._made: list[str] = []
     self._made_lock = False
 
@@ -134,9 +134,9 @@ class RunDirectory:
       self._made, self._made_lock = [], False
 
   def give_up(self) -> None:
-    """A run that ends before it has begun does not hold the directory.
+    """Frees the directory if the run ends before it has recorded an epoch.
 
-    An earlier one that was to be replaced comes back.
+    An earlier run that was to be replaced comes back.
     """
     if self._lock is None:
       self._leave()
@@ -217,7 +217,7 @@ class RunDirectory:
             f'another process ({owner}) is running in {self.path!r}: wait for'
             ' it, or choose another `output_dir`'
         ) from None
-      # Who had it may have removed the file just now.
+      # The process that had the lock may have removed the file just now.
       with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(lock.fileno()), os.lstat(path)):
           break
@@ -291,7 +291,7 @@ class RunDirectory:
     return content
 
   def _read_settings(self) -> dict[str, object] | None:
-    """Those of the run that is there; `None` if there is none."""
+    """The settings of the run that is there; `None` if there is none."""
     found = [
         name for name in run_files.OURS if os.path.lexists(self.join(name))
     ]
@@ -344,7 +344,7 @@ class RunDirectory:
       )
 
   def _num_recorded(self) -> int:
-    """Rows of the run, or of the longest if there are several."""
+    """Counts the rows of the run, or of the longest if there are several."""
     here = glob.escape(self.path)
     paths = glob.glob(os.path.join(here, run_files.RUNS, '*', METRICS))
     found = [0]

@@ -31,7 +31,7 @@ from fednest_tff.simulation.manifest import Manifest, digest
 from fednest_tff.simulation.records import Row
 from fednest_tff.structures import Value
 
-# What is trained: a process, or what drives one round by round.
+# What is trained: a process, or a driver that runs one round by round.
 Process: TypeAlias = tff.learning.templates.LearningProcess | Driver
 # What `signal.signal` returns: a function, a number, or nothing.
 _Handler: TypeAlias = (
@@ -71,7 +71,7 @@ class _Signals:
     self._previous: dict[int, _Handler] = {}
 
   def start(self) -> None:
-    """Begins to note them; before, whoever had a handler gets them."""
+    """Begins to note signals; until then, earlier handlers receive them."""
     if self._previous:
       return
     if threading.current_thread() is threading.main_thread():
@@ -95,7 +95,7 @@ class _Signals:
 
 
 def _warn_of_other_steps(directory: str, now: Value, before: Value) -> None:
-  """Says so if a run began with other step sizes than it has now.
+  """Warns if a run began with other step sizes than it has now.
 
   Args:
     directory: Of the run.
@@ -199,7 +199,7 @@ def _not_finite(error: tf.errors.OpError) -> str | None:
 
 @contextlib.contextmanager
 def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-  """The loop that TFF's training loop will ask for."""
+  """Makes the asyncio event loop in which TFF's training loop will run."""
   before: asyncio.AbstractEventLoop | None
   try:
     before = asyncio.get_event_loop_policy().get_event_loop()
@@ -291,7 +291,7 @@ def train(
     recorder = records.Recorder(
         directory,
         {'method': method, 'seed': seed},
-        # What drives a process round by round has the process itself.
+        # A driver has its process as an attribute.
         communication_cost(getattr(process, 'process', process)),
         trial.cohort_size,
         table.without_evaluation(is_evaluated),
@@ -362,7 +362,7 @@ def train(
     manifest.weights = epochs, digest(content)
     with errors.file_errors(directory):
       manifest.write()
-    # Or else a signal in the last epoch would not keep the next run from
+    # Also after the last epoch, so that a signal keeps the next run from
     # starting.
     stop_if_asked(epochs)
   return records.read_rows(recorder.path)

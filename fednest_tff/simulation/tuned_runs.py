@@ -43,7 +43,7 @@ class WithHparams:
 
 
 def tunable(process: Process) -> tff.learning.templates.LearningProcess:
-  """The process that has hyper-parameters; what drives one has it inside."""
+  """The process that has hyper-parameters, also if a driver wraps it."""
   return getattr(process, 'process', process)
 
 
@@ -104,9 +104,9 @@ class TunedRuns:
     def build() -> Process:
       process = self.trial.build(self._method)
       known = tunable(process).get_hparams(process.initialize())
-      # Clients that stay where they are compute as much. With the steps of the
-      # initial state they may diverge: where these are functions of the epoch,
-      # the numbers in that state are 1.
+      # With step sizes of 0, clients stay where they are and compute as much.
+      # With those of the initial state they may diverge: where step sizes are
+      # functions of the epoch, the numbers in that state are 1.
       steps = {name: 0.0 for name in known if name.endswith('learning_rate')}
       return cast(Process, WithHparams(process, steps))
 

@@ -14,7 +14,7 @@ The steps, in the order in which a computation passes through them:
   them one after the other (`evaluate_computation`).
 - `intrinsics`: the calls of TFF's own operators, such as `federated_sum`.
 - `reductions`: sums of stacked values.
-- `secure_sums`: simulates the secure ones among them.
+- `secure_sums`: simulates TFF's secure sums.
 - `graphs`: the calls of `tff.tensorflow.computation`s. `graph_rewriting`
   simplifies their graphs, `converters` vectorises their operations and
   `while_loops` the loops in them.

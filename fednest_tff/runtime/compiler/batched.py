@@ -3,7 +3,7 @@
 The function is compiled once and then serves any number of clients. What the
 clients of an even part (`parts.py`) compute is vectorised: one matrix product
 for all clients in place of one for each. What cannot be vectorised, such as
-reading a dataset, is a loop over the clients. In an uneven part all is a loop.
+reading a dataset, is a loop over the clients, and so is all of an uneven part.
 A cohort that would take too much memory is computed by chunks (`chunks.py`).
 """
 
@@ -103,7 +103,7 @@ class Batched(Parts):
     depend = function.depend([isinstance(leaf, Leaf) for leaf in leaves])
     if all(depend):
       return mapped
-    # Any client's values do; what depends on them is not used.
+    # Any client will do: results that depend on its values are not used.
     first = self._client_value(value, 0, tf.constant(0))
     same = structures.leaves(function(first))
     return structures.pack(
@@ -358,7 +358,7 @@ class Batched(Parts):
 def _vectorise(
     function: Function, is_same: Value, signature: Sequence[tf.TensorSpec]
 ) -> Callable[..., list[tf.Tensor]]:
-  """Makes a TensorFlow function of all clients of a function of one client.
+  """Turns a function of one client into a TensorFlow function of all clients.
 
   Args:
     function: A function of one client's value.

@@ -73,7 +73,7 @@ def fingerprint(block: tff.framework.ComputationBuildingBlock) -> bytes:
 
 
 def _num_nodes(block: tff.framework.ComputationBuildingBlock) -> int:
-  """Counts the nodes of all graphs, of each as often as it is called."""
+  """Counts the nodes of all graphs, each graph as often as it is called."""
   return sum(
       graphs.num_nodes(inner)
       for inner in structures.inner_blocks(block)
@@ -87,10 +87,10 @@ _READING_TYPES = threading.Lock()
 
 @contextlib.contextmanager
 def _types_read_once() -> Iterator[None]:
-  """Has TFF read equal types once, and not once for each block that has one.
+  """Within it, TFF reads equal types once, not once for each building block.
 
-  Every block of a computation has its type, and most types are those of the
-  whole state: reading them is most of what it takes to read a computation.
+  Every block of a computation has its type, and most blocks have the type of
+  the whole state: reading types is most of the time to read a computation.
   """
   known: dict[bytes, tff.Type] = {}
 
@@ -108,7 +108,7 @@ def _types_read_once() -> Iterator[None]:
       type_serialization.deserialize_type = _READ_TYPE
 
 
-# What is known of computations that are still there, by their ids.
+# Call-dominant forms by the id of the computation, while it exists.
 _KNOWN: dict[int, CallDominant] = {}
 
 

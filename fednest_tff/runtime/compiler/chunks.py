@@ -32,8 +32,8 @@ def is_large(specs: list[tf.TensorSpec]) -> bool:
     specs: The specs of one client's tensors.
 
   Returns:
-    Whether they are to be postponed. Those of unknown shape depend on the
-    client's data and are kept like these.
+    Whether they are to be postponed. Tensors of unknown shape depend on the
+    client's data and, like the data, are kept in memory.
   """
   if not all(spec.shape.is_fully_defined() for spec in specs):
     return False
@@ -48,7 +48,7 @@ class Results:
   def __init__(self, compute_rows: ComputeRows, compute_row: ComputeRow):
     self._compute_rows = compute_rows
     self._compute_row = compute_row
-    # What was computed last, with what it was asked for.
+    # The arguments and the results of the last computation.
     self._last: tuple[tuple[tf.Tensor, ...], list[tf.Tensor]] | None = None
 
   def _once(

@@ -22,7 +22,7 @@ from tensorflow.python.ops.parallel_for import control_flow_ops
 from fednest_tff.runtime.compiler import philox, while_loops
 from fednest_tff.structures import Value
 
-# The module has the name of a function in its package.
+# An import statement would find the function `pfor`, not the module.
 pfor = importlib.import_module('tensorflow.python.ops.parallel_for.pfor')
 
 # From an operation with converted arguments to its converted results.
@@ -45,12 +45,12 @@ _SHAPE_OF_INPUT = {
     'SparseSoftmaxCrossEntropyWithLogits': (1, 0),
 }
 _KEY_COUNTER = 'StatelessRandomGetKeyCounter'
-# Operations that draw, and the types of numbers that they do at once.
+# Random operations, and the type that each can draw for all clients at once.
 _DRAWN = {
     'StatelessRandomUniformV2': tf.float32,
     'StatelessRandomUniformFullIntV2': tf.int64,
 }
-# Numbers for the generator: Philox, and the one that TensorFlow chooses.
+# TensorFlow's numbers of generators: Philox, and the one that it chooses.
 _PHILOX = (1, 3)
 _REDUCTIONS = frozenset(['All', 'Any', 'Max', 'Mean', 'Min', 'Prod', 'Sum'])
 
@@ -87,7 +87,7 @@ def _convert_elementwise(pfor_input: Value) -> Value:
 
 
 def _convert_reduction(pfor_input: Value) -> Value:
-  """Counts axes from the second one on, if all are counted from the front."""
+  """Adds 1 to the axes, for the axis of the clients, if none is negative."""
   rows, is_stacked, _ = pfor_input.input(0)
   axes, axes_are_stacked, _ = pfor_input.input(1)
   if not is_stacked or axes_are_stacked:
@@ -96,7 +96,7 @@ def _convert_reduction(pfor_input: Value) -> Value:
   if known is not None and (known >= 0).all():
     axes = tf.constant(known + 1, axes.dtype)
   elif pfor_input.op.inputs[1].op.type == 'BroadcastGradientArgs':
-    axes += 1  # It counts from the front.
+    axes += 1  # None of these is negative.
   else:
     return _by_tensorflow(pfor_input)
   return pfor.wrap(_create(pfor_input, [rows, axes])[0], True)
@@ -133,7 +133,7 @@ def _divide_among_clients(
 def _convert_sparse_cross_entropy(pfor_input: Value) -> Value:
   """Treats the examples of all clients as one batch.
 
-  Slopes alone, as a local step needs them, are a softmax minus the labels:
+  A local step needs the gradients alone, which are a softmax minus the labels:
   TensorFlow's operation takes four times as long on a CPU.
   """
   logits, logits_are_stacked, _ = pfor_input.input(0)
@@ -168,8 +168,8 @@ def _convert_shape(pfor_input: Value) -> Value:
   """Writes a shape that is known as a constant, or takes it from the source.
 
   Gradients at two points ask for the shapes of two tensors that are computed
-  from one minibatch. TensorFlow sees that these are equal, and all that follows
-  from them, if both are those of the minibatch.
+  from one minibatch. If both shapes are taken from the minibatch, TensorFlow
+  sees that they are equal, and so is all that follows from them.
   """
   tensor = pfor_input.op.inputs[0]
   dtype = pfor_input.op.outputs[0].dtype
@@ -188,7 +188,7 @@ def _convert_shape(pfor_input: Value) -> Value:
 
 
 def _convert_expand_dims(pfor_input: Value) -> Value:
-  """Counts an axis that is known from the second one on."""
+  """Adds 1 to a known axis, for the axis of the clients, unless negative."""
   tensor, is_stacked, _ = pfor_input.input(0)
   axis = tf.get_static_value(pfor_input.op.inputs[1])
   if not is_stacked or axis is None or np.size(axis) != 1:
@@ -308,7 +308,7 @@ def _is_for_users(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _without_notes() -> Iterator[None]:
-  """Hides what TensorFlow's authors note for themselves in its log."""
+  """Hides log lines that TensorFlow's authors wrote for themselves."""
   logger = tf.get_logger()
   logger.addFilter(_is_for_users)
   try:
@@ -323,7 +323,7 @@ def vectorized_map(
 ) -> list[tf.Tensor]:
   """Applies a function to all rows at once, as `tf.vectorized_map` does.
 
-  That one first copies all rows when their number is not known.
+  Unlike that, it does not copy all rows first if their number is not known.
 
   Args:
     function: A function of one row of each tensor.

@@ -69,9 +69,9 @@ def simplify(
 ) -> tf.compat.v1.GraphDef:
   """Simplifies a graph, and writes out the functions that it calls.
 
-  A graph is copied for each client or converted op by op, and that takes as
-  long as it has nodes. Products with second derivatives lose more than half of
-  theirs here.
+  A graph is copied for each client or converted op by op, which takes time for
+  every node. Products with second derivatives lose more than half of their
+  nodes here.
 
   Args:
     graph_def: The graph.

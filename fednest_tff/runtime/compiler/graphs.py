@@ -117,7 +117,7 @@ def _canonical_text(graph_def: tf.compat.v1.GraphDef) -> str:
   return pattern.sub(lambda match: names[match[0]], ''.join(parts))
 
 
-# From the hash of a computation as it is written to its fingerprint.
+# From the hash of a serialised computation to its fingerprint.
 _FINGERPRINTS: dict[bytes, bytes] = {}
 
 
@@ -162,7 +162,7 @@ def num_nodes(compiled: tff.framework.CompiledComputation) -> int:
 def _drop_colocations(
     nodes: list[tf.compat.v1.NodeDef], names: set[str]
 ) -> None:
-  """Removes wishes to be on the device of a node that is not in `names`."""
+  """Removes requests to share the device of a node that is not in `names`."""
   possible = {f'loc:@{name}'.encode() for name in names}
   for node in nodes:
     if '_class' in node.attr:

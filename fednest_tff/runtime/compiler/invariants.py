@@ -65,7 +65,7 @@ def _tensor_name(source: str) -> str:
 def _dependent(
     graph_def: tf.compat.v1.GraphDef, names: Iterable[str]
 ) -> set[str]:
-  """Finds the nodes that depend on some nodes, and these."""
+  """Finds the nodes `names` and all nodes that depend on them."""
   users: dict[str, list[str]] = {}
   for node in graph_def.node:
     for source in node.input:
@@ -83,7 +83,7 @@ def _dependent(
 def _part(
     graph_def: tf.compat.v1.GraphDef, names: set[str]
 ) -> tf.compat.v1.GraphDef:
-  """Copies some nodes; they do not wait for others but by their inputs."""
+  """Copies the nodes `names`, without control inputs from other nodes."""
   part = tf.compat.v1.GraphDef(versions=graph_def.versions)
   for node in graph_def.node:
     if node.name in names:
@@ -94,7 +94,7 @@ def _part(
           source for source in node.input
           if not source.startswith('^') or node_name(source) in names
       )
-      if '_class' in copy.attr:  # The wish to be where another node is.
+      if '_class' in copy.attr:  # A request to share another node's device.
         del copy.attr['_class']
   return part
 
@@ -135,7 +135,7 @@ def separate(function: _Function, specs: list[tf.TensorSpec]) -> _Function:
     specs: The specs of its arguments.
 
   Returns:
-    A function with the same results that does the rest.
+    A function with the same results that computes only the rest.
   """
   graph = _trace(function, specs)
   nodes = {node.name: node for node in graph.graph_def.node}

@@ -16,23 +16,23 @@ from fednest_tff.runtime.compiler import invariants, placed
 from fednest_tff.runtime.compiler.steps import Names, Ref, Runner, Step
 from fednest_tff.structures import Value
 
-# Inside of a loop, the names of what is carried and of what was stacked.
+# The names of carried values and of stacked values inside of a loop.
 CARRIED = '<carried>'
 STACKED = '<stacked>'
 
 
 class Loop(NamedTuple):
-  """Equal blocks of steps.
+  """A loop over equal blocks of steps.
 
   Attributes:
     num_blocks: How many there are.
     steps: Those of one block. In their arguments, what differs between blocks
       is a `Ref` to an element of `CARRIED` or `STACKED`.
-    carried: For each element of `CARRIED`, what the first block has, and what
-      of a block the next one has.
-    stacked: For each element of `STACKED`, what the blocks have.
-    results: What is used of blocks after the loop: the number of the block,
-      what it is in `steps`, and how those who use it refer to it.
+    carried: For each element of `CARRIED`, the value that the first block
+      takes, and the value of a block that the next block takes.
+    stacked: For each element of `STACKED`, its values, one per block.
+    results: The values that are used after the loop: the number of the block,
+      the `Ref` to the value in `steps`, and the `Ref` by which it is used.
   """
 
   num_blocks: int
@@ -64,8 +64,8 @@ class Loop(NamedTuple):
             strict=True,
         )
     ]
-    # Results of the last block are carried, or written over and over again.
-    # Those of other blocks are written one after the other.
+    # A value that only the last block must give is carried, or every block
+    # overwrites it. Values of earlier blocks are written one after the other.
     wanted = list(dict.fromkeys(own for _, own, _ in self.results))
     early = {
         own for block, own, _ in self.results if block + 1 < self.num_blocks
@@ -155,7 +155,7 @@ def _flatten(
 def _unpack(
     runner: Runner, refs: Iterable[Ref], tensors: Iterable[tf.Tensor]
 ) -> tff.structure.Struct:
-  """Makes the values again of which `_flatten` made tensors."""
+  """The inverse of `_flatten`: makes values of its tensors."""
   remaining = iter(tensors)
   return tff.structure.Struct.unnamed(*[
       placed.unpack_value(runner.cohort, ref.leaf_type, remaining)

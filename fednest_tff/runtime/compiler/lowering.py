@@ -152,8 +152,8 @@ def evaluate_computation(
     import_graph: Converts a compiled computation to a Python function.
     tensors: The argument, from `placed.feed_tensors`, without what only
       readings need, and then the results of the readings.
-    has_readings: Whether it is so. If not, `tensors` has the whole argument
-      and nothing else.
+    has_readings: Whether `tensors` has results of readings. If not, it has the
+      whole argument and nothing else.
 
   Returns:
     The tensors of the result, for `placed.to_python`.
@@ -172,7 +172,7 @@ def evaluate_computation(
       given[reading.name] = cohort.unpack_argument(remaining, reading.member)
   lowering = Lowering(cohort, import_graph, server_device, given)
   program = None
-  if has_readings:  # It is being compiled.
+  if has_readings:  # The computation is being compiled.
     program = repeats.to_program(computation.block, given)
   if program is not None:
     value = lowering.run_program(program, argument)

@@ -36,7 +36,7 @@ _CONSTANT_DATASETS = frozenset([
 
 
 class Reading(NamedTuple):
-  """A call of a graph with what one client gave.
+  """A call of a graph that takes nothing but what one client gave.
 
   Attributes:
     name: The name of the call's result in the computation.
@@ -124,7 +124,7 @@ def find_readings(block: tff.framework.ComputationBuildingBlock) -> Readings:
       and inner.source.name == block.parameter_name
   ]
   if len(references) > len(selections):
-    return Readings(found, frozenset())  # Something takes all of it.
+    return Readings(found, frozenset())  # Something takes the whole parameter.
   used = {
       number for selection in selections
       for number in structures.leaves(leaf_number(selection))

@@ -1,7 +1,7 @@
 """Finds steps that are repeated round after round.
 
-An epoch with 60 Neumann terms repeats the same few calls 60 times, and
-TensorFlow takes as long to prepare a graph as it has nodes.
+An epoch with 60 Neumann terms repeats the same few calls 60 times, and the more
+nodes a graph has, the longer TensorFlow takes to prepare it.
 
 *Blocks* of steps (`steps.py`) that follow each other become a loop (`loops.py`)
 if they are equal but for their `Ref`s, and if each `Ref` is to what was there
@@ -58,7 +58,7 @@ def _replace(step: Step, refs: Iterable[Ref]) -> Step:
 
 
 def _key(step: Step) -> Hashable:
-  """Returns what a step is, but for what its `Ref`s refer to."""
+  """Returns a key that is equal for steps that differ by their `Ref`s only."""
 
   def leaf_key(leaf: Ref | Sent | Fixed) -> Hashable:
     if isinstance(leaf, Sent):
@@ -217,7 +217,7 @@ def find_loops(steps: Sequence[Step], result: Value) -> list[Step | Loop]:
 
   Args:
     steps: The steps.
-    result: A struct of `Ref`, `Sent` and `Fixed` that is needed of them.
+    result: The computation's result, a struct of `Ref`, `Sent` and `Fixed`.
 
   Returns:
     The steps and loops, in order.
@@ -225,10 +225,10 @@ def find_loops(steps: Sequence[Step], result: Value) -> list[Step | Loop]:
   finder = _Finder(steps, result)
   loops: dict[int, Loop] = {}
   taken: set[int] = set()
-  # Those first that save most; of the same steps, the shortest blocks do.
+  # Runs that save most come first; of the same steps, the shortest blocks.
   runs = sorted(finder.runs(), key=lambda run: run[1] - run[2] + run[0])
   for period, begin, end in runs:
-    # Blocks may begin with any of their steps, or the first one is no block.
+    # Any step may be the first of a block; the last start skips one block.
     for start in range(begin, begin + period + 1):
       limit = (end - start) // period
       inside = range(start, start + period * limit)

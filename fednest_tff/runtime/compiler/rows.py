@@ -76,7 +76,7 @@ def flatten(rows: tf.TensorArray, size: tf.Tensor) -> list[tf.Tensor]:
 def unflatten(
     vector: tf.Tensor, shapes: tf.Tensor, spec: tf.TensorSpec
 ) -> tf.TensorArray:
-  """Makes the tensors again of which `flatten` made a vector."""
+  """The inverse of `flatten`: makes the tensors of its vector."""
   size = tf.shape(shapes)[0]
   ends = tf.cumsum(tf.reduce_prod(shapes, axis=1))
 

@@ -33,7 +33,7 @@ _MAPS = frozenset([
 ])
 
 _Path: TypeAlias = tuple[int, ...]
-# Values by the names of what they are a result of, or by name and path.
+# Values: whole results by name, elements of results by name and path.
 Names: TypeAlias = dict[str | tuple[str, _Path], Value]
 
 
@@ -43,7 +43,7 @@ class Ref(NamedTuple):
   Attributes:
     name: The name of the result.
     path: Which element of it, which element of that, and so on.
-    leaf_type: The type of the leaf, placed if it is.
+    leaf_type: The type of the leaf, with its placement if it has one.
   """
 
   name: str
@@ -64,13 +64,13 @@ class Fixed(NamedTuple):
 
 
 class Sent(NamedTuple):
-  """What is the same at all clients."""
+  """A value that is broadcast to the clients."""
 
   value: Ref | Fixed
 
 
 class Step(NamedTuple):
-  """A call.
+  """A call that computes.
 
   Attributes:
     name: The name of its result.
@@ -87,7 +87,7 @@ class Step(NamedTuple):
 
 
 class Steps(NamedTuple):
-  """A computation.
+  """A computation as a list of steps.
 
   Attributes:
     parameter: The name of its parameter; `None` if it has none.
@@ -189,7 +189,7 @@ def _is_closed(block: tff.framework.ComputationBuildingBlock) -> bool:
 def _resolve(
     block: tff.framework.ComputationBuildingBlock, names: dict[str, Value]
 ) -> Value:
-  """Makes a struct of `Ref`, `Sent` and `Fixed` of what only rearranges."""
+  """Makes a struct of `Ref`, `Sent` and `Fixed` of a rearranging block."""
   framework = tff.framework
   if isinstance(block, framework.Reference) and block.name in names:
     return names[block.name]

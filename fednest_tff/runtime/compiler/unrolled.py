@@ -37,7 +37,7 @@ class Unrolled:
 
     Args:
       size: The number of clients.
-      devices: Client i runs on device i, counted round and round.
+      devices: Client i runs on device i modulo the number of devices.
     """
     self.size = size
     self.key = size
@@ -49,7 +49,7 @@ class Unrolled:
     return []
 
   def size_tensors(self) -> list[tf.Tensor]:
-    """Lists what tells a function the number of clients: nothing needs to."""
+    """Returns an empty list: the function has a fixed number of clients."""
     return []
 
   def unpack_sizes(self, tensors: Iterator[tf.Tensor]) -> None:

@@ -7,8 +7,8 @@ times for a loop in a loop. It also prepares for clients whose loops end at
 different times, although here they mostly have the same number of steps.
 
 Here the variables that differ are found by following the tensors through the
-body. Then it is converted once. If all clients stop together, the result is a
-plain loop. TensorFlow's own conversion does the rest.
+body. Then the body is converted once. If all clients stop together, the result
+is a plain loop. TensorFlow's own conversion does the rest.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ import tensorflow as tf
 
 from fednest_tff.structures import Value
 
-# The module has the name of a function in its package.
+# An import statement would find the function `pfor`, not the module.
 pfor = importlib.import_module('tensorflow.python.ops.parallel_for.pfor')
 
 _LOOPS = frozenset(['StatelessWhile', 'While'])
 _CALLS = frozenset(['PartitionedCall', 'StatefulPartitionedCall'])
-# Their results are the same for all clients, whose tensors have equal shapes.
+# Operations with the same result for all clients, since shapes are equal.
 _SAME = frozenset(['Rank', 'Shape', 'ShapeN', 'Size', 'ZerosLike'])
 
 
@@ -71,7 +71,7 @@ def _follow(function: Value, differ: Sequence[bool]) -> list[bool]:
 
 
 def _follow_loop(body: Value, differ: Sequence[bool]) -> list[bool]:
-  """Tells which variables of a loop differ, from those that do at first."""
+  """Tells which variables of a loop differ, given those that do at first."""
   found = list(differ)
   while True:
     after = _follow(body, found)
