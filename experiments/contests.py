@@ -83,8 +83,8 @@ PRESETS: dict[str, Preset] = {
         # about 50 on iid clients, and more on label shards.
         StepRanges(
             Range(0.01, 0.5, 0.05),
-            Range(0.001, 0.1, 0.005),
-            Range(0.001, 1.0, 0.01),
+            Range(0.001, 0.1, 0.05),
+            Range(0.001, 1.0, 0.0015),
             series_outer=Range(0.1, 100, 5.0),
         ),
         target=0.9,

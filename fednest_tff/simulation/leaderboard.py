@@ -88,6 +88,18 @@ def value_at(
   return found[-1] if found and math.isfinite(found[-1]) else None
 
 
+def _values_at(
+    outcome: Outcome, column: str, cost: Cost, mark: float
+) -> list[float | None]:
+  """`value_at` for each seed; `None` for one that has diverged before."""
+  return [
+      None
+      if seed in outcome.failures and (not rows or cost.of(rows[-1]) < mark)
+      else value_at(rows, column, cost, mark)
+      for seed, rows in enumerate(outcome.runs)
+  ]
+
+
 def cost_to(
     rows: Sequence[Row],
     column: str,
@@ -201,9 +213,12 @@ def standings(
   found: dict[str, list[Standing]] = {}
   for name, outcome in outcomes.items():
     lines = [
-        Standing(name, cost.name, mark, mean_of([
-            value_at(rows, curve.column, cost, mark) for rows in outcome.runs
-        ]))
+        Standing(
+            name,
+            cost.name,
+            mark,
+            mean_of(_values_at(outcome, curve.column, cost, mark)),
+        )
         for cost in COSTS
         for mark in marks.get(cost.name, ())
     ]

@@ -252,6 +252,12 @@ def draw(
     axes.set_xlabel(cost.label)
     if cost is not COSTS[0]:
       axes.set_xscale('log')
+      # Short labels, also where there are few powers of ten.
+      axes.xaxis.set_major_locator(
+          matplotlib.ticker.LogLocator(subs=(1, 2, 5))
+      )
+      axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=''))
+      axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
   panels[0].set_ylabel(curve.label)
   _spread_shares(panels[0], shown, curve)
   figure.suptitle(title, fontsize=11)

@@ -100,6 +100,17 @@ def test_the_best_comes_first_and_diverged_ones_last(tmp_path):
   assert (tmp_path / 'leaderboard.png').exists()
 
 
+def test_a_diverged_run_counts_only_as_far_as_it_came():
+  outcomes = {
+      'a': outcome('A', [run([0.5] * 300), run([0.7] * 150)], {1: 'inf'})
+  }
+  lines = leaderboard.standings(outcomes, CURVE, True, 300, None)
+  found = {line.at: line.mean for line in lines if line.axis == 'rounds'}
+  assert found[100].mean == pytest.approx(0.6)
+  assert (found[250].mean, found[250].num_values) == (0.5, 1)
+  assert (found[300].mean, found[300].num_seeds) == (0.5, 2)
+
+
 @pytest.mark.parametrize(
     'last, scale', [(0.97, 'logit'), (0.6, 'linear'), (1.0, 'linear')]
 )
