@@ -41,6 +41,12 @@ _TUNING_ROUNDS = flags.DEFINE_integer(
 _BUDGET = flags.DEFINE_integer(
     'budget', 12, 'Trials per method.', lower_bound=1
 )
+_TUNING_SEEDS = flags.DEFINE_integer(
+    'tuning_seeds', 1,
+    'Seeds that a trial runs on: with 2, settings that diverge on another seed'
+    ' are seldom chosen.',
+    lower_bound=1,
+)
 _PER_EVALUATION = flags.DEFINE_integer(
     'rounds_per_evaluation', 10, 'Rounds from one evaluation to the next.',
     lower_bound=1,
@@ -74,6 +80,7 @@ def _plan(given: settings_lib.Flags) -> simulation.Plan:
       budget=_BUDGET.value,
       seeds=given.get('seeds', 3),
       rounds_per_evaluation=_PER_EVALUATION.value,
+      tuning_seeds=_TUNING_SEEDS.value,
   )
 
 
@@ -162,8 +169,8 @@ def define_flags() -> list[str]:
       *(
           flag.name
           for flag in (
-              _METHODS, _ROUNDS, _TUNING_ROUNDS, _BUDGET, _PER_EVALUATION,
-              _TARGET, _DECAY,
+              _METHODS, _ROUNDS, _TUNING_ROUNDS, _BUDGET, _TUNING_SEEDS,
+              _PER_EVALUATION, _TARGET, _DECAY,
           )
       ),
   ]

@@ -91,6 +91,8 @@ class Plan(NamedTuple):
     rounds_per_evaluation: Communication rounds between evaluations, at most,
       if a method's epoch does not have more.
     tuning_seed: Of the trials' clients and draws; not one of `seeds`.
+    tuning_seeds: How many seeds a trial runs on, from `tuning_seed`. On one
+      alone, the best setting may be one that diverges on another.
   """
 
   rounds: int
@@ -99,6 +101,7 @@ class Plan(NamedTuple):
   seeds: int = 3
   rounds_per_evaluation: int = 10
   tuning_seed: int = 1000
+  tuning_seeds: int = 1
 
 
 class _StopTrialError(Exception):
@@ -152,7 +155,7 @@ class _Comparison:
 
   def _builder(self, seed: int, method: str) -> TunedRuns:
     if seed not in self._trials:
-      is_tuning = seed == self._plan.tuning_seed
+      is_tuning = seed >= self._plan.tuning_seed
       self._trials[seed] = self._contest.make_trial(seed, is_tuning)
     if (seed, method) not in self._builders:
       self._builders[seed, method] = TunedRuns(self._trials[seed], method)
@@ -194,8 +197,7 @@ class _Comparison:
     is_searched = any(isinstance(v, Range) for v in facts.space.values())
     budget = plan.budget if is_searched else 1
     while sum(t.outcome != 'running' for t in search.tried()) < budget:
-      builder = self._builder(plan.tuning_seed, entry.method)
-      self._try(search, builder, name, entry)
+      self._try(search, name, entry)
     chosen = search.best()
     hparams = chosen.hparams if chosen else {}
     runs, failures = [], {}
@@ -228,38 +230,46 @@ class _Comparison:
         'work': work._asdict(),
     }
 
-  def _try(
-      self, search: Search, builder: TunedRuns, name: str, entry: Entry
-  ) -> None:
-    """Tries the next setting to its end."""
+  def _try(self, search: Search, name: str, entry: Entry) -> None:
+    """Tries the next setting to its end.
+
+    It can be stopped early on the first seed only. It counts as diverged if it
+    diverges on any seed.
+    """
     plan, column = self._plan, self._contest.curve.column
     trial = search.next()
-    path = self._path(f'{_file_name(name)}-trial{trial.number:03d}')
+    found, paths = [], []
 
     def report(rounds: int, numbers: dict[str, float]) -> None:
       if trial.report(rounds, numbers[column]):
         raise _StopTrialError
 
     try:
-      rows = builder.train(
-          trial.hparams,
-          plan.tuning_rounds,
-          plan.rounds_per_evaluation,
-          path,
-          name,
-          plan.tuning_seed,
-          self._title(trial.number, entry.label, f'trial {trial.number + 1}'),
-          report,
-      )
+      for k in range(plan.tuning_seeds):
+        seed, suffix = plan.tuning_seed + k, f'-again{k}' if k else ''
+        folder = f'{_file_name(name)}-trial{trial.number:03d}{suffix}'
+        paths.append(self._path(folder))
+        rows = self._builder(seed, entry.method).train(
+            trial.hparams,
+            plan.tuning_rounds,
+            plan.rounds_per_evaluation,
+            paths[-1],
+            name,
+            seed,
+            self._title(trial.number, entry.label, f'trial {trial.number + 1}'),
+            None if k else report,
+        )
+        found.append(value_of(rows, column))
     except _StopTrialError:
       trial.stop()
     except errors.NonFiniteError as error:
       trial.diverge(str(error))
     else:
-      trial.finish(value_of(rows, column))
+      trial.finish(statistics.fmean(found))
     # The metrics stay.
-    for left in (CHECKPOINTS, records.TENSORBOARD):
-      shutil.rmtree(os.path.join(path, left), ignore_errors=True)
+    for path in paths:
+      for left in (CHECKPOINTS, records.TENSORBOARD):
+        shutil.rmtree(os.path.join(path, left), ignore_errors=True)
 
   def _run(
       self,
@@ -354,7 +364,8 @@ def compare(
   kept = {
       name: getattr(plan, name)
       for name in (
-          'tuning_rounds', 'budget', 'rounds_per_evaluation', 'tuning_seed'
+          'tuning_rounds', 'budget', 'rounds_per_evaluation', 'tuning_seed',
+          'tuning_seeds',
       )
   }
   outcomes: dict[str, Outcome] = {}
@@ -381,10 +392,12 @@ def compare(
 
 
 def _about(plan: Plan) -> str:
+  seeds = f' on {plan.tuning_seeds} seeds' if plan.tuning_seeds > 1 else ''
   return (
       f'Every method had {plan.budget} trials of {plan.tuning_rounds:,}'
-      ' communication rounds on held-out data. Trials below the median of the'
-      ' earlier ones were stopped; those that were stopped or diverged count.'
+      f' communication rounds on held-out data{seeds}. Trials below the median'
+      ' of the earlier ones were stopped; those that were stopped or diverged'
+      ' count.'
       f' The best setting ran for {plan.rounds:,} rounds on {plan.seeds}'
       ' seed(s). Means ± standard errors over the seeds. A run that needs less'
       ' than a mark in all of its rounds counts there with its end.'

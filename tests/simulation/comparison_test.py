@@ -123,3 +123,40 @@ def test_settings_are_in_the_directory(compared):
   chosen = outcomes['simfbo'].chosen.hparams
   path = directory / 'runs' / 'simfbo-seed1' / 'hparams.json'
   assert json.loads(path.read_text()) == chosen
+
+
+TWO_SEEDS = comparing.PLAN._replace(budget=1, seeds=1, tuning_seeds=2)
+
+
+def test_a_trial_counts_with_the_mean_over_its_seeds(tmp_path):
+  outcomes = comparing.compare(tmp_path, ['simfbo'], plan=TWO_SEEDS)
+  (tried,) = outcomes['simfbo'].tried
+  found = [
+      np.mean([
+          float(row['x_distance'])
+          for row in read(tmp_path / 'runs' / folder / 'metrics.csv')
+      ])
+      for folder in ('simfbo-trial000', 'simfbo-trial000-again1')
+  ]
+  assert found[0] != found[1]
+  assert tried.value == pytest.approx(np.mean(found), rel=1e-12)
+  with pytest.raises(simulation.RunError, match='tuning_seeds'):
+    comparing.compare(tmp_path, ['simfbo'], plan=comparing.PLAN._replace(
+        budget=1, seeds=1
+    ))
+
+
+def test_a_trial_that_diverges_on_its_second_seed_diverged(
+    tmp_path, monkeypatch
+):
+  train = comparison.TunedRuns.train
+
+  def diverge(self, *arguments):
+    if 1001 in arguments:
+      raise simulation.NonFiniteError('x is not finite')
+    return train(self, *arguments)
+
+  monkeypatch.setattr(comparison.TunedRuns, 'train', diverge)
+  outcomes = comparing.compare(tmp_path, ['simfbo'], plan=TWO_SEEDS)
+  assert [t.outcome for t in outcomes['simfbo'].tried] == ['diverged']
+  assert outcomes['simfbo'].chosen is None

@@ -3,7 +3,8 @@
 The function is compiled once and then serves any number of clients. What the
 clients of an even part (`parts.py`) compute is vectorised: one matrix product
 for all clients in place of one for each. What cannot be vectorised, such as
-reading a dataset, is a loop over the clients, and so is all of an uneven part.
+reading a dataset, is a loop over the clients, and so is all of an uneven part;
+where it can, there is one loop for each core (`side_by_side.py`).
 A cohort that would take too much memory is computed by chunks (`chunks.py`).
 """
 
@@ -13,7 +14,13 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import structures
-from fednest_tff.runtime.compiler import chunks, converters, graphs, values
+from fednest_tff.runtime.compiler import (
+  chunks,
+  converters,
+  graphs,
+  side_by_side,
+  values,
+)
 from fednest_tff.runtime.compiler import rows as rows_lib
 from fednest_tff.runtime.compiler.broadcast import (
     Broadcast,
@@ -209,23 +216,15 @@ class Batched(Parts):
   def _map_in_loop(
       self, function: Function, value: Value, member: tff.Type, part: int
   ) -> list[Rows]:
-    """Applies a function to the values of a part one after the other."""
+    """Applies a function to the values of a part, one by one."""
     specs = values.leaf_specs(member)
-    size = self._sizes[part]
-
-    def step(
-        i: tf.Tensor, arrays: list[tf.TensorArray]
-    ) -> tuple[tf.Tensor, list[tf.TensorArray]]:
-      result = function(self._client_value(value, part, i))
-      return i + 1, [
-          array.write(i, leaf)
-          for array, leaf in zip(arrays, structures.leaves(result), strict=True)
-      ]
-
-    _, arrays = tf.while_loop(
-        lambda i, _: i < size,
-        step,
-        (tf.constant(0), [rows_lib.new_array(spec, size) for spec in specs]),
+    arrays = side_by_side.map_clients(
+        lambda i: structures.leaves(
+            function(self._client_value(value, part, i))
+        ),
+        self._sizes[part],
+        specs,
+        is_repeatable=getattr(function, 'is_repeatable', False),
     )
     return [
         array if is_flat(spec, self._parts[part]) else array.stack()

@@ -49,6 +49,15 @@ _DATASET_OPERATIONS = frozenset([
     'TensorSliceDataset',
 ])
 
+# Stateful, but with a state that begins and ends with one run of the graph
+# (variables and iterators are made anew for each), or with none of their own.
+_STATE_OF_ONE_RUN = _CHECKS | _DATASET_OPERATIONS | frozenset([
+    'AnonymousIteratorV2', 'AnonymousIteratorV3', 'AssignAddVariableOp',
+    'AssignSubVariableOp', 'AssignVariableOp', 'Case', 'DeleteIterator', 'If',
+    'IteratorGetNext', 'MakeIterator', 'NoOp', 'ReadVariableOp',
+    'StatefulPartitionedCall', 'VarHandleOp', 'VarIsInitializedOp', 'While',
+])
+
 
 def node_name(name: str) -> str:
   """Returns the node that a tensor or a control input belongs to."""
@@ -218,6 +227,21 @@ def reads_datasets(compiled: tff.framework.CompiledComputation) -> bool:
 
   return has_sequences(signature.parameter) and not has_sequences(
       signature.result
+  )
+
+
+def is_repeatable(graph_def: tf.compat.v1.GraphDef) -> bool:
+  """Tells whether runs of a graph do not depend on each other or their order.
+
+  A graph that draws random numbers from a seed of its own is not: the second
+  run draws other numbers than the first.
+
+  Args:
+    graph_def: The graph, in which each run has its own variables.
+  """
+  return not any(
+      _is_stateful(node.op) and node.op not in _STATE_OF_ONE_RUN
+      for node in _all_nodes(graph_def)
   )
 
 

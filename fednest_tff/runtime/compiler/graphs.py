@@ -175,7 +175,7 @@ def _as_functions(
     feeds: list[str],
     fetches: list[str],
     is_rewritten: bool,
-) -> tuple[_Tensors, _Tensors]:
+) -> tuple[_Tensors, tf.types.experimental.ConcreteFunction]:
   """Converts a graph to functions from `feeds` to `fetches`.
 
   A function's arguments replace the graph's placeholders, control inputs from
@@ -239,6 +239,7 @@ class ImportedGraph:
   it takes `None`.
 
   Attributes:
+    is_repeatable: Whether calls may run in any order, and side by side.
     vectorised: Functions of many clients that were made of this one, kept here
       by cohorts (`batched.py`), so that a later cohort need not make them.
   """
@@ -272,6 +273,7 @@ class ImportedGraph:
     feeds = []
     if proto.HasField('parameter'):
       feeds = _tensor_names(proto.parameter)
+    self.is_repeatable = graph_rewriting.is_repeatable(graph_def)
     self._tokens = []
     if proto.session_token_tensor_name:
       feeds.append(proto.session_token_tensor_name)
@@ -282,11 +284,9 @@ class ImportedGraph:
         _ancestors(graph_def, [node_name(fetch)]) for fetch in fetches
     ]
     self._feeds = list(map(node_name, feeds))
+    self._is_stateful = not graph_rewriting.is_stateless(compiled)
     self._write_nodes, self._function = _as_functions(
-        graph_def,
-        feeds,
-        fetches,
-        is_simplified and graph_rewriting.is_stateless(compiled),
+        graph_def, feeds, fetches, is_simplified and not self._is_stateful
     )
 
   def _arguments(self, argument: Value) -> list[tf.Tensor]:
@@ -295,8 +295,30 @@ class ImportedGraph:
 
   def __call__(self, argument: Value = None) -> Value:
     """Calls the computation as a TensorFlow function."""
-    results = self._function(*self._arguments(argument))
+    arguments = self._arguments(argument)
+    waits = self._is_stateful and not tf.executing_eagerly()
+    if self.is_repeatable and waits:
+      results = self._call_in_any_order(arguments)
+    else:
+      results = self._function(*arguments)
     return structures.pack(self._result_type, results)
+
+  def _call_in_any_order(self, arguments: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Writes a call into the current graph that waits for no other call.
+
+    TensorFlow lets a function with variables or datasets wait for all such
+    functions that were called before.
+    """
+    function = self._function
+    function.add_to_graph(tf.compat.v1.get_default_graph())
+    results = tf.raw_ops.PartitionedCall(
+        args=[*arguments, *function.captured_inputs],
+        Tout=[output.dtype for output in function.outputs],
+        f=function,
+    )
+    for result, output in zip(results, function.outputs, strict=True):
+      result.set_shape(output.shape)
+    return results
 
   def depend(self, chosen: Sequence[bool]) -> list[bool]:
     """Tells for each leaf of the result whether it depends on certain leaves.

@@ -100,3 +100,21 @@ def test_reading_datasets():
   assert not graph_rewriting.reads_datasets(compiled(lambda d: d, SEQUENCE))
   plus_one = compiled(lambda x: x + 1, np.float32)
   assert not graph_rewriting.reads_datasets(plus_one)
+
+
+@pytest.mark.parametrize(['function', 'argument', 'expected'], [
+    (lambda x: x + 1, np.float32, True),
+    (_with_variable, np.float32, True),
+    (lambda d: d.reduce(0.0, lambda a, b: a + b), SEQUENCE, True),
+    # The second run would draw other numbers than the first.
+    (lambda x: x + tf.random.uniform([]), np.float32, False),
+    (
+        lambda d: d.reduce(0.0, lambda a, b: a + tf.random.uniform([])),
+        SEQUENCE,
+        False,
+    ),
+])
+def test_repeatable(function, argument, expected):
+  assert graphs.ImportedGraph(
+      compiled(function, argument)
+  ).is_repeatable == expected
