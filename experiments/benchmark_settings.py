@@ -128,6 +128,7 @@ def _fed_avg() -> list[Setting]:
       Setting(
           f'{label}, FedAvg {model.upper()}, {clients} clients', 'fedavg',
           runtime, clients=clients, problem=f'fedavg_{model}',
+          is_traced=clients == 10,  # A trace of 100 takes minutes.
       )
       for model in ('mlp', 'cnn')
       for clients in (10, 100)

@@ -17,6 +17,7 @@ import sys
 import threading
 from typing import TypeVar
 
+from absl import logging
 import tensorflow as tf
 import tensorflow_federated as tff
 
@@ -163,9 +164,11 @@ class InProcessRuntime:
     cohort = self._choose_cohort(rewritten, argument, read)
     try:
       result = self._run(rewritten, cohort, argument, read)
-    except tf.errors.OpError:
+    except tf.errors.OpError as error:
       if not cohort.is_vectorised:
         raise
+      # Shown with --verbosity=1. Most often, tensors differ in their shapes.
+      logging.vlog(1, 'Clients cannot be computed at once: %s', error.message)
       self._uneven.add(rewritten.fingerprint)
       try:
         cohort = self._choose_cohort(rewritten, argument, read)

@@ -44,6 +44,8 @@ _HPARAMS = 'hparams.json'
 # A trial's value is the mean of its last evaluations: single ones are noisy.
 _LAST_EVALUATIONS = 3
 _KEPT_FUNCTIONS = 4
+# A run has diverged if its metric grows to so many times its first value.
+_DIVERGED = 1e6
 
 
 class Contest(NamedTuple):
@@ -117,6 +119,24 @@ def value_of(rows: list[Row], column: str) -> float:
   """The mean of a column over the last evaluations of a run."""
   values = [row[column] for row in rows if column in row]
   return statistics.fmean(values[-_LAST_EVALUATIONS:])
+
+
+def bounded(rows: list[Row], column: str) -> list[Row]:
+  """The rows of a run before a metric grew as it does without bound."""
+  first = None
+  for k, row in enumerate(rows):
+    if column in row:
+      first = abs(row[column]) if first is None else first
+      if abs(row[column]) > _DIVERGED * max(first, 1.0):
+        return rows[:k]
+  return rows
+
+
+def _check_growth(rows: list[Row], column: str) -> None:
+  """Raises `NonFiniteError` if a metric grew so."""
+  if len(bounded(rows, column)) < len(rows):
+    largest = max(abs(row[column]) for row in rows if column in row)
+    raise errors.NonFiniteError(f'{column} grew to {largest:.0e}')
 
 
 def _free_functions() -> None:
@@ -259,6 +279,7 @@ class _Comparison:
             self._title(trial.number, entry.label, f'trial {trial.number + 1}'),
             None if k else report,
         )
+        _check_growth(rows, column)
         found.append(value_of(rows, column))
     except _StopTrialError:
       trial.stop()
@@ -280,19 +301,19 @@ class _Comparison:
       facts: Facts,
   ) -> tuple[list[Row], str | None]:
     """A final run: its rows, and what was not finite if it diverged."""
-    plan = self._plan
+    plan, column = self._plan, self._contest.curve.column
     path = self._path(f'{_file_name(name)}-seed{seed}')
     metrics = os.path.join(path, records.METRICS)
     failed = os.path.join(path, _NOT_FINITE)
     rows = records.read_rows(metrics) if os.path.exists(metrics) else []
-    if not os.path.exists(failed) and len(rows) < epochs_of(
-        plan.rounds, facts.rounds_per_epoch
-    ):
-      with errors.file_errors(path):
-        files.write_json(os.path.join(path, _HPARAMS), dict(hparams))
-      builder = self._builder(seed, entry.method)
-      try:
-        rows = builder.train(
+    if os.path.exists(failed):
+      with open(failed) as file:
+        return bounded(rows, column), json.load(file)
+    try:
+      if len(rows) < epochs_of(plan.rounds, facts.rounds_per_epoch):
+        with errors.file_errors(path):
+          files.write_json(os.path.join(path, _HPARAMS), dict(hparams))
+        rows = self._builder(seed, entry.method).train(
             hparams,
             plan.rounds,
             plan.rounds_per_evaluation,
@@ -301,14 +322,13 @@ class _Comparison:
             seed,
             self._title(plan.budget + seed, entry.label, f'seed {seed}'),
         )
-      except errors.NonFiniteError as error:
-        with errors.file_errors(path):
-          files.write_json(failed, str(error))
-        rows = records.read_rows(metrics) if os.path.exists(metrics) else []
-    if not os.path.exists(failed):
-      return rows, None
-    with open(failed) as file:
-      return rows, json.load(file)
+      _check_growth(rows, column)
+    except errors.NonFiniteError as error:
+      with errors.file_errors(path):
+        files.write_json(failed, str(error))
+      rows = records.read_rows(metrics) if os.path.exists(metrics) else []
+      return bounded(rows, column), str(error)
+    return rows, None
 
 
 def _read_facts(content: dict[str, Any], entry: Entry) -> Facts:

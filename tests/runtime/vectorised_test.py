@@ -57,7 +57,10 @@ def run_epochs(runtime, process, cohorts):
       outputs.append(output)
     return outputs
 
-  return run_in_process(runtime, run)
+  found = run_in_process(runtime, run)
+  # No client was left to a loop after an error.
+  assert not runtime._uneven
+  return found
 
 
 def assert_close(found, expected, rtol):

@@ -160,3 +160,30 @@ def test_a_trial_that_diverges_on_its_second_seed_diverged(
   outcomes = comparing.compare(tmp_path, ['simfbo'], plan=TWO_SEEDS)
   assert [t.outcome for t in outcomes['simfbo'].tried] == ['diverged']
   assert outcomes['simfbo'].chosen is None
+
+
+def test_a_distance_that_grows_without_bound_diverged(tmp_path, monkeypatch):
+  train = comparison.TunedRuns.train
+
+  def grow(self, *arguments):
+    rows = train(self, *arguments)
+    if 0 in arguments:  # The seed of the final run.
+      rows[1]['x_distance'] = 7e68
+    return rows
+
+  monkeypatch.setattr(comparison.TunedRuns, 'train', grow)
+  (outcome,) = comparing.compare(
+      tmp_path, ['simfbo'], plan=TWO_SEEDS._replace(tuning_seeds=1)
+  ).values()
+  assert outcome.tried[0].outcome == 'finished'
+  assert outcome.failures == {0: 'x_distance grew to 7e+68'}
+
+
+def test_rows_before_a_metric_grew():
+  def rows(*values):
+    return [{'epoch': k, 'd': v} for k, v in enumerate(values)]
+
+  fine = [{'epoch': 0}, *rows(0.5, 900.0)]
+  assert comparison.bounded(fine, 'd') == fine
+  assert comparison.bounded([{'epoch': 0}], 'd') == [{'epoch': 0}]
+  assert comparison.bounded(rows(50.0, 1.0, -7e68, 2.0), 'd') == rows(50.0, 1.0)

@@ -114,7 +114,10 @@ def _write(
   written = tf.graph_util.import_graph_def(
       graph_def,
       input_map={
-          name: graph.capture(tensor)
+          # By default an input has the name of its tensor, which may begin with
+          # the name of a node here. TensorFlow then renames that node, and may
+          # give two nodes the same name.
+          name: graph.capture(tensor, name='known')
           for name, tensor in given.items() if name in needed
       },
       return_elements=[name for name in results if name not in given],

@@ -362,6 +362,26 @@ def test_what_is_known_is_computed_before():
   np.testing.assert_array_equal(same, x)
 
 
+def test_inputs_do_not_take_the_names_of_nodes():
+  """TensorFlow would rename 'a' to 'a_1', which there is already."""
+  @tf.function(autograph=False)
+  def compute(x):
+    def double_and_add(z):
+      with tf.name_scope('a') as scope:
+        known = tf.exp(x, name='b')
+        first = tf.raw_ops.AddV2(x=known, y=z, name=scope)
+      return [tf.raw_ops.Mul(x=first, y=z, name='a_1')]
+
+    rest = invariants.separate(double_and_add, [tf.TensorSpec([])])
+    return tf.while_loop(
+        lambda k, _: k < 2, lambda k, z: (k + 1, *rest(z)), (0, x)
+    )[1]
+
+  x = tf.constant(0.5)
+  once = (tf.exp(x) + x) * x
+  np.testing.assert_allclose(compute(x), (tf.exp(x) + once) * once, rtol=1e-6)
+
+
 def test_a_check_still_fails():
   """Also one that is done before the loop."""
   @tff.federated_computation(at_server(NUMBER), at_server(NUMBER))
