@@ -2,7 +2,8 @@
 
 from fednest_tff.simulation.client_work import ClientWork, count_client_work
 from fednest_tff.simulation.cohorts import sample_cohorts
-from fednest_tff.simulation.comparison import Contest, Entry, Plan, compare
+from fednest_tff.simulation.comparison import compare
+from fednest_tff.simulation.contest import Contest, Entry, Plan
 from fednest_tff.simulation.errors import (
     InterruptedRunError,
     NonFiniteError,

@@ -6,12 +6,12 @@ method is compiled once per problem. All of it is on disk: what was killed goes
 on where it stopped, in the middle of a trial, too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import json
 import os
 import shutil
 import statistics
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow_federated as tff
 
@@ -25,10 +25,15 @@ from fednest_tff.simulation import (
 )
 from fednest_tff.simulation import search as search_lib
 from fednest_tff.simulation.checkpoints import CHECKPOINTS
+from fednest_tff.simulation.contest import Contest, Entry, Plan
 from fednest_tff.simulation.leaderboard import Facts, Outcome
-from fednest_tff.simulation.plots import Curve
+from fednest_tff.simulation.metric_values import (
+    bounded,
+    check_growth,
+    value_of,
+)
 from fednest_tff.simulation.records import Row
-from fednest_tff.simulation.search import Range, Search, StepRanges
+from fednest_tff.simulation.search import Range, Search
 from fednest_tff.simulation.training import Trial
 from fednest_tff.simulation.tuned_runs import (
     TunedRuns,
@@ -41,69 +46,7 @@ SEARCH = 'search.db'
 _FACTS = 'facts'
 _NOT_FINITE = 'not_finite.json'
 _HPARAMS = 'hparams.json'
-# A trial's value is the mean of its last evaluations: single ones are noisy.
-_LAST_EVALUATIONS = 3
 _KEPT_FUNCTIONS = 4
-# A run has diverged if its metric grows to so many times its first value.
-_DIVERGED = 1e6
-
-
-class Contest(NamedTuple):
-  """A problem on which methods are compared.
-
-  Attributes:
-    make_trial: From a seed, and from whether the trial serves for tuning, to
-      the trial. Trials for tuning must not touch the test data.
-    curve: The metric: a column of the evaluation, with a label.
-    larger_is_better: Whether the metric is to be large.
-    steps: The step sizes to search, the same for all methods.
-    target: A value of the metric; the cost of reaching it is reported.
-  """
-
-  make_trial: Callable[[int, bool], Trial]
-  curve: Curve
-  larger_is_better: bool
-  steps: StepRanges
-  target: float | None = None
-
-
-class Entry(NamedTuple):
-  """A method that takes part.
-
-  Attributes:
-    label: Its name in tables and plots.
-    method: What the trials' `build` is asked for.
-    fixed: Hyper-parameters that are not searched, by name. A method with
-      nothing to search has one trial.
-  """
-
-  label: str
-  method: str
-  fixed: Mapping[str, float] = {}
-
-
-class Plan(NamedTuple):
-  """How far a comparison goes.
-
-  Attributes:
-    rounds: Communication rounds of the final runs.
-    tuning_rounds: Communication rounds of a trial.
-    budget: Trials per method.
-    seeds: How many seeds the chosen settings run on, from 0.
-    rounds_per_evaluation: Communication rounds between evaluations, at most,
-      if a method's epoch does not have more.
-    tuning_seed: Of the trials' clients and draws; not one of `seeds`.
-    tuning_seeds: How many seeds a trial runs on, from `tuning_seed`. On one
-      alone, the best setting may be one that diverges on another.
-  """
-
-  rounds: int
-  tuning_rounds: int
-  budget: int
-  seeds: int = 3
-  rounds_per_evaluation: int = 10
-  tuning_seed: int = 1000
-  tuning_seeds: int = 1
 
 
 class _StopTrialError(Exception):
@@ -113,30 +56,6 @@ class _StopTrialError(Exception):
 def _file_name(name: str) -> str:
   """A name for files; a method may be 'package.module:builder'."""
   return name.replace(':', '.')
-
-
-def value_of(rows: list[Row], column: str) -> float:
-  """The mean of a column over the last evaluations of a run."""
-  values = [row[column] for row in rows if column in row]
-  return statistics.fmean(values[-_LAST_EVALUATIONS:])
-
-
-def bounded(rows: list[Row], column: str) -> list[Row]:
-  """The rows of a run before a metric grew as it does without bound."""
-  first = None
-  for k, row in enumerate(rows):
-    if column in row:
-      first = abs(row[column]) if first is None else first
-      if abs(row[column]) > _DIVERGED * max(first, 1.0):
-        return rows[:k]
-  return rows
-
-
-def _check_growth(rows: list[Row], column: str) -> None:
-  """Raises `NonFiniteError` if a metric grew so."""
-  if len(bounded(rows, column)) < len(rows):
-    largest = max(abs(row[column]) for row in rows if column in row)
-    raise errors.NonFiniteError(f'{column} grew to {largest:.0e}')
 
 
 def _free_functions() -> None:
@@ -279,7 +198,7 @@ class _Comparison:
             self._title(trial.number, entry.label, f'trial {trial.number + 1}'),
             None if k else report,
         )
-        _check_growth(rows, column)
+        check_growth(rows, column)
         found.append(value_of(rows, column))
     except _StopTrialError:
       trial.stop()
@@ -322,7 +241,7 @@ class _Comparison:
             seed,
             self._title(plan.budget + seed, entry.label, f'seed {seed}'),
         )
-      _check_growth(rows, column)
+      check_growth(rows, column)
     except errors.NonFiniteError as error:
       with errors.file_errors(path):
         files.write_json(failed, str(error))

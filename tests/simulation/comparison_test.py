@@ -177,13 +177,3 @@ def test_a_distance_that_grows_without_bound_diverged(tmp_path, monkeypatch):
   ).values()
   assert outcome.tried[0].outcome == 'finished'
   assert outcome.failures == {0: 'x_distance grew to 7e+68'}
-
-
-def test_rows_before_a_metric_grew():
-  def rows(*values):
-    return [{'epoch': k, 'd': v} for k, v in enumerate(values)]
-
-  fine = [{'epoch': 0}, *rows(0.5, 900.0)]
-  assert comparison.bounded(fine, 'd') == fine
-  assert comparison.bounded([{'epoch': 0}], 'd') == [{'epoch': 0}]
-  assert comparison.bounded(rows(50.0, 1.0, -7e68, 2.0), 'd') == rows(50.0, 1.0)

@@ -1,0 +1,66 @@
+"""What is compared, and how far: a problem, the methods, the rounds."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from fednest_tff.simulation.plots import Curve
+from fednest_tff.simulation.search import StepRanges
+from fednest_tff.simulation.training import Trial
+
+
+class Contest(NamedTuple):
+  """A problem on which methods are compared.
+
+  Attributes:
+    make_trial: From a seed, and from whether the trial serves for tuning, to
+      the trial. Trials for tuning must not touch the test data.
+    curve: The metric: a column of the evaluation, with a label.
+    larger_is_better: Whether the metric is to be large.
+    steps: The step sizes to search, the same for all methods.
+    target: A value of the metric; the cost of reaching it is reported.
+  """
+
+  make_trial: Callable[[int, bool], Trial]
+  curve: Curve
+  larger_is_better: bool
+  steps: StepRanges
+  target: float | None = None
+
+
+class Entry(NamedTuple):
+  """A method that takes part.
+
+  Attributes:
+    label: Its name in tables and plots.
+    method: What the trials' `build` is asked for.
+    fixed: Hyper-parameters that are not searched, by name. A method with
+      nothing to search has one trial.
+  """
+
+  label: str
+  method: str
+  fixed: Mapping[str, float] = {}
+
+
+class Plan(NamedTuple):
+  """How far a comparison goes.
+
+  Attributes:
+    rounds: Communication rounds of the final runs.
+    tuning_rounds: Communication rounds of a trial.
+    budget: Trials per method.
+    seeds: How many seeds the chosen settings run on, from 0.
+    rounds_per_evaluation: Communication rounds between evaluations, at most,
+      if a method's epoch does not have more.
+    tuning_seed: Of the trials' clients and draws; not one of `seeds`.
+    tuning_seeds: How many seeds a trial runs on, from `tuning_seed`. On one
+      alone, the best setting may be one that diverges on another.
+  """
+
+  rounds: int
+  tuning_rounds: int
+  budget: int
+  seeds: int = 3
+  rounds_per_evaluation: int = 10
+  tuning_seed: int = 1000
+  tuning_seeds: int = 1
