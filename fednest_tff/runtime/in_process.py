@@ -25,6 +25,7 @@ from fednest_tff import structures
 from fednest_tff.runtime import devices as devices_lib
 from fednest_tff.runtime.compiler import (
   call_dominant,
+  datasets,
   graphs,
   lowering,
   placed,
@@ -160,6 +161,7 @@ class InProcessRuntime:
     """
     with self._lock:
       rewritten = call_dominant.to_call_dominant(computation)
+    argument = datasets.separate(argument, computation.type_signature.parameter)
     read = self._read(rewritten, argument) if self._compiled else []
     cohort = self._choose_cohort(rewritten, argument, read)
     try:
@@ -175,7 +177,7 @@ class InProcessRuntime:
         result = self._run(rewritten, cohort, argument, read)
       except tf.errors.OpError:
         # Different shapes were not the cause.
-        self._uneven.remove(rewritten.fingerprint)
+        self._uneven.discard(rewritten.fingerprint)
         raise
     return tff.types.type_to_py_container(
         result, computation.type_signature.result
@@ -241,9 +243,11 @@ class InProcessRuntime:
     """
     tensors = [tensor for row in rows for tensor in row]
     key = type(cohort), cohort.key, tuple(map(id, tensors))
-    if self._last_stack is None or self._last_stack[0] != key:
-      self._last_stack = key, tensors, cohort.stack_tensors(rows, member)
-    return self._last_stack[2]
+    last = self._last_stack  # Another thread may replace it.
+    if last is None or last[0] != key:
+      last = key, tensors, cohort.stack_tensors(rows, member)
+      self._last_stack = last
+    return last[2]
 
   def _choose_cohort(
       self,

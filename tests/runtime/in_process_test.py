@@ -1,5 +1,6 @@
 """The in-process runtime against TFF's own, for processes and programs."""
 
+import concurrent.futures
 import functools
 import gc
 import json
@@ -322,3 +323,50 @@ def test_clients_are_spread_over_two_devices(launcher, tmp_path):
   for single, double in (logs[:2], logs[2:4], logs[4:]):
     assert devices_of(single) == {'CPU:0'}
     assert devices_of(double) == {'CPU:0', 'CPU:1'}
+
+
+def test_calls_in_several_threads_do_not_mix():
+  sequence = tff.SequenceType(np.float32)
+
+  @tff.tensorflow.computation(sequence)
+  def total(dataset):
+    return dataset.reduce(np.float32(0), lambda a, b: a + b)
+
+  @tff.federated_computation(at_clients(sequence))
+  def sum_all(datasets):
+    return tff.federated_sum(tff.federated_map(total, datasets))
+
+  runtime = in_process.InProcessRuntime()
+  cohorts = [
+      [tf.data.Dataset.from_tensor_slices(np.float32([k] * 3))] * 4
+      for k in range(4)
+  ]
+
+  def run(k):
+    return k, {
+        run_in_process(runtime, lambda: sum_all(cohorts[k]))
+        for _ in range(200)
+    }
+
+  run(0)
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    assert list(pool.map(run, range(4))) == [(k, {12.0 * k}) for k in range(4)]
+
+
+def test_errors_in_several_threads_are_those_of_the_computation():
+  @tff.tensorflow.computation(np.float32)
+  def check(x):
+    return tf.debugging.check_numerics(x, 'not finite')
+
+  @tff.federated_computation(at_clients(np.float32))
+  def check_all(values):
+    return tff.federated_sum(tff.federated_map(check, values))
+
+  runtime = in_process.InProcessRuntime()
+
+  def fail(_):
+    with pytest.raises(tf.errors.InvalidArgumentError, match='not finite'):
+      run_in_process(runtime, lambda: check_all([1.0, np.nan]))
+
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    list(pool.map(fail, range(40)))

@@ -3,10 +3,11 @@
 The steps, in the order in which a computation passes through them:
 
 - `call_dominant`: rewrites it as a list of calls, and identifies it by a hash.
+- `datasets`: gives clients copies of datasets, if they share a shuffle.
 - `readings`: finds the calls that only read clients' datasets, and runs them.
 - `cohort`: decides how values at clients are held: `unrolled`, written out one
-  after the other, or `batched`, at once or in a loop. `broadcast`: what all
-  share; `rows`: what each has.
+  after the other, or `batched`, at once or in loops `side_by_side`.
+  `broadcast`: what all share; `rows`: what each has.
 - `placed`: gives arguments and results the form of flat lists of tensors.
 - `repeats`: finds rounds that are repeated, by their `steps`; each becomes one
   of the `loops`. `invariants` are computed before a loop.

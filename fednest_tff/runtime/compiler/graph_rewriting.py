@@ -49,6 +49,9 @@ _DATASET_OPERATIONS = frozenset([
     'TensorSliceDataset',
 ])
 
+# Not stateful by their declaration; but files may change.
+READING_FILES = frozenset(['MatchingFiles', 'ReadFile'])
+
 # Stateful, but with a state that begins and ends with one run of the graph
 # (variables and iterators are made anew for each), or with none of their own.
 _STATE_OF_ONE_RUN = _CHECKS | _DATASET_OPERATIONS | frozenset([
@@ -245,10 +248,22 @@ def is_repeatable(graph_def: tf.compat.v1.GraphDef) -> bool:
   )
 
 
+def _is_random_dataset(op: str) -> bool:
+  """Tells whether an operation orders or draws elements at random.
+
+  TensorFlow does not declare all of them stateful.
+  """
+  return 'Dataset' in op and any(
+      word in op for word in ('Random', 'Sampling', 'Shuffle')
+  )
+
+
 def only_reads_datasets(compiled: tff.framework.CompiledComputation) -> bool:
   """Tells whether a computation has the same result for the same data."""
   graph_def = _graph_def(compiled)
   return graph_def is not None and not any(
-      _is_stateful(node.op) and node.op not in _DATASET_OPERATIONS
+      _is_random_dataset(node.op)
+      or node.op in READING_FILES
+      or _is_stateful(node.op) and node.op not in _DATASET_OPERATIONS
       for node in _all_nodes(graph_def)
   )

@@ -27,14 +27,13 @@ _MAX_FUNCTIONS = 1024
 _ANONYMOUS = b'cd2c89b7-88b7-44c8-ad83-06c2a9158347'
 # A function of tensors.
 _Tensors = Callable[..., list[tf.Tensor]]
-# Operations that return a handle to what a graph's `initialize_op` fills.
-_HANDLES = frozenset([
-    'VarHandleOp',
-    'HashTableV2',
-    'MutableDenseHashTableV2',
-    'MutableHashTableV2',
-    'MutableHashTableOfTensorsV2',
-])
+# Operations that make a table, and those that make a new one in each execution.
+_TABLES = {
+    'HashTableV2': 'AnonymousHashTable',
+    'MutableDenseHashTableV2': 'AnonymousMutableDenseHashTable',
+    'MutableHashTableV2': 'AnonymousMutableHashTable',
+    'MutableHashTableOfTensorsV2': 'AnonymousMutableHashTableOfTensors',
+}
 
 
 def _tensor_names(binding: Value) -> list[str]:
@@ -66,12 +65,12 @@ def _ancestors(graph_def: tf.compat.v1.GraphDef, names: list[str]) -> set[str]:
 def _separate_variables(
     graph_def: tf.compat.v1.GraphDef, initialize_op: str
 ) -> None:
-  """Gives every call its own variables and initialises them before use.
+  """Gives every call its own variables and tables, initialised before use.
 
   TFF runs `initialize_op` in a session before the rest of the graph. Inside one
   function there is no such order, so every node that uses a variable or a table
-  is made to wait for `initialize_op`. Variables get an anonymous handle,
-  because clients would share a named one.
+  is made to wait for `initialize_op`. Variables and tables get an anonymous
+  handle, because clients would share a named one.
 
   Args:
     graph_def: The graph, which is changed in place.
@@ -82,7 +81,11 @@ def _separate_variables(
   for node in graph_def.node:
     if node.op == 'VarHandleOp':
       node.attr['shared_name'].s = _ANONYMOUS
-    if node.op in _HANDLES:
+      handles.add(node.name)
+    elif node.op in _TABLES:
+      node.op = _TABLES[node.op]
+      for name in ('container', 'shared_name', 'use_node_name_sharing'):
+        node.attr.pop(name, None)
       handles.add(node.name)
   if not initialize_op:
     return

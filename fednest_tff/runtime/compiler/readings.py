@@ -21,18 +21,16 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff import structures
-from fednest_tff.runtime.compiler import graph_rewriting, graphs, values
+from fednest_tff.runtime.compiler import (
+  datasets,
+  graph_rewriting,
+  graphs,
+  values,
+)
 from fednest_tff.structures import Value
 
 # How many bytes of results are kept; beyond that all are dropped.
 _MAX_BYTES = 2**30
-# Datasets that have the same elements each time, if those they are made of do.
-_CONSTANT_DATASETS = frozenset([
-    '_BatchDataset', '_ConcatenateDataset', '_MapDataset', '_OptionsDataset',
-    '_ParallelBatchDataset', '_ParallelMapDataset', '_PrefetchDataset',
-    '_RangeDataset', '_RepeatDataset', '_SkipDataset', '_TakeDataset',
-    '_TensorDataset', '_TensorSliceDataset', '_ZipDataset',
-])
 
 
 class Reading(NamedTuple):
@@ -134,21 +132,8 @@ def find_readings(block: tff.framework.ComputationBuildingBlock) -> Readings:
   )
 
 
-def is_constant_dataset(dataset: tf.data.Dataset) -> bool:
-  """Tells whether a dataset has the same elements each time it is read."""
-  if type(dataset).__name__ not in _CONSTANT_DATASETS:
-    return False
-  if hasattr(dataset, '_map_func'):
-    graph = dataset._map_func.function.graph
-    if graph.captures and any(
-        tensor.dtype in (tf.resource, tf.variant)
-        for tensor, _ in graph.captures
-    ):
-      return False
-    if any(op.op_def.is_stateful for op in graph.get_operations()
-           if op.type != 'Placeholder'):
-      return False
-  return all(map(is_constant_dataset, dataset._inputs()))
+def _num_bytes(tensors: Sequence[tf.Tensor]) -> int:
+  return sum(t.dtype.size * t.shape.num_elements() for t in tensors)
 
 
 class Reader:
@@ -196,7 +181,7 @@ class Reader:
       if (
           reading.is_constant
           and isinstance(value, tf.data.Dataset)
-          and is_constant_dataset(value)
+          and datasets.is_constant(value)
       ):
         self._keep(value, key, tensors)
       return tensors
@@ -215,9 +200,16 @@ class Reader:
   def _keep(
       self, dataset: tf.data.Dataset, key: bytes, tensors: list[tf.Tensor]
   ) -> None:
-    num_bytes = sum(t.dtype.size * t.shape.num_elements() for t in tensors)
+    num_bytes = _num_bytes(tensors)
     if self._num_bytes + num_bytes > _MAX_BYTES:
-      self.clear()
+      # Many of the datasets may be gone, and their results with them.
+      self._num_bytes = sum(
+          _num_bytes(tensors)
+          for results in list(self._kept.values())
+          for tensors in results.values()
+      )
+      if self._num_bytes + num_bytes > _MAX_BYTES:
+        self.clear()
     self._num_bytes += num_bytes
     self._kept.setdefault(dataset, {})[key] = tensors
 

@@ -19,6 +19,8 @@ _MAX_LOOPS = 16
 
 def _num_loops() -> int:
   threads = tf.config.threading.get_inter_op_parallelism_threads()
+  if threads < 0:  # TensorFlow runs operations one after the other.
+    return 1
   return min(threads or len(os.sched_getaffinity(0)), _MAX_LOOPS)
 
 

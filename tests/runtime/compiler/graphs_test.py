@@ -120,3 +120,49 @@ def test_only_tensorflow():
   assert graphs.num_nodes(block) == 0
   with pytest.raises(NotImplementedError, match='not xla'):
     graphs.ImportedGraph(block)
+
+
+INTEGER = tff.TensorType(np.int64)
+
+
+@tff.tensorflow.computation(INTEGER)
+def static_table(x):
+  initializer = tf.lookup.KeyValueTensorInitializer([x], [10 * x])
+  table = tf.lookup.StaticHashTable(initializer, -1)
+  return table.lookup(tf.range(3, dtype=tf.int64))
+
+
+@tff.tensorflow.computation(INTEGER)
+def mutable_table(x):
+  table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+  with tf.control_dependencies([table.insert([x], [x])]):
+    return table.size()
+
+
+@tff.tensorflow.computation(INTEGER)
+def dense_table(x):
+  table = tf.lookup.experimental.DenseHashTable(
+      tf.int64, tf.float32, default_value=-1.0, empty_key=-1, deleted_key=-2
+  )
+  with tf.control_dependencies([table.insert([x], [0.5])]):
+    return table.size()
+
+
+@pytest.mark.parametrize('kind', comparison.RUNTIMES)
+def test_each_call_has_its_own_tables(kind):
+  @tff.federated_computation(comparison.at_clients(INTEGER))
+  def look_up(keys):
+    return [
+        tff.federated_map(table, keys)
+        for table in (static_table, mutable_table, dense_table)
+    ]
+
+  runtime = comparison.RUNTIMES[kind]
+  for keys in ([0, 1, 2], [2, 1]):
+    static, mutable, dense = comparison.run_in_process(
+        runtime, lambda keys=keys: look_up(keys)
+    )
+    np.testing.assert_array_equal(
+        static, [[10 * k if k == i else -1 for i in range(3)] for k in keys]
+    )
+    assert list(mutable) == list(dense) == [1] * len(keys)

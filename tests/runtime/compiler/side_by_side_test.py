@@ -111,6 +111,16 @@ def test_no_loop_waits_for_another(num_loops):
   np.testing.assert_array_equal(concrete(), [1, 2, 3, 4])
 
 
+@pytest.mark.parametrize(['threads', 'expected'], [
+    (-1, 1), (1, 1), (3, 3), (1000, side_by_side._MAX_LOOPS)
+])
+def test_there_is_always_a_loop(monkeypatch, threads, expected):
+  monkeypatch.setattr(
+      tf.config.threading, 'get_inter_op_parallelism_threads', lambda: threads
+  )
+  assert side_by_side._num_loops() == expected
+
+
 @tff.tensorflow.computation(np.float32)
 def add_random(x):
   return x + tf.random.uniform([], seed=1)
