@@ -17,8 +17,10 @@ import pytest
 
 from tests.helpers import protocols
 
-# Ignored in a background job of a shell, and then in Python, too.
+# Ignored in a background job of a shell or under nohup, and then in Python and
+# in programs that tests start, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 protocols.cache_attributes()
