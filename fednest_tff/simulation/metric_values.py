@@ -7,7 +7,8 @@ from fednest_tff.simulation.records import Row
 
 # A trial's value is the mean of its last evaluations: single ones are noisy.
 _LAST_EVALUATIONS = 3
-# A run has diverged if its metric grows to so many times its first value.
+# A run has diverged if its metric grows to so many times its first value, or to
+# so much, if the first value is below 1.
 _DIVERGED = 1e6
 
 
@@ -18,7 +19,7 @@ def value_of(rows: list[Row], column: str) -> float:
 
 
 def bounded(rows: list[Row], column: str) -> list[Row]:
-  """The rows of a run before a metric grew as it does without bound."""
+  """The rows of a run until its metric is a million times its first value."""
   first = None
   for k, row in enumerate(rows):
     if column in row:
@@ -29,7 +30,7 @@ def bounded(rows: list[Row], column: str) -> list[Row]:
 
 
 def check_growth(rows: list[Row], column: str) -> None:
-  """Raises `NonFiniteError` if a metric grew so."""
+  """Raises `NonFiniteError` if a metric grew to a million times that."""
   if len(bounded(rows, column)) < len(rows):
     largest = max(abs(row[column]) for row in rows if column in row)
     raise errors.NonFiniteError(f'{column} grew to {largest:.0e}')

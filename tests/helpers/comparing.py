@@ -41,7 +41,7 @@ def compare(directory, methods=('simfbo', 'simfbo_v0'), epochs=None, plan=PLAN):
   )
 
 
-def compare_and_die(directory, epochs):
+def compare_and_die(directory, epochs, **plan):
   """For a process of its own, which lives for so many epochs."""
   fednest_tff.use_runtime('in_process', compiled=False)
-  compare(directory, ['simfbo'], epochs)
+  compare(directory, ['simfbo'], epochs, PLAN._replace(**plan))

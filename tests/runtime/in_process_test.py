@@ -351,22 +351,3 @@ def test_calls_in_several_threads_do_not_mix():
   run(0)
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     assert list(pool.map(run, range(4))) == [(k, {12.0 * k}) for k in range(4)]
-
-
-def test_errors_in_several_threads_are_those_of_the_computation():
-  @tff.tensorflow.computation(np.float32)
-  def check(x):
-    return tf.debugging.check_numerics(x, 'not finite')
-
-  @tff.federated_computation(at_clients(np.float32))
-  def check_all(values):
-    return tff.federated_sum(tff.federated_map(check, values))
-
-  runtime = in_process.InProcessRuntime()
-
-  def fail(_):
-    with pytest.raises(tf.errors.InvalidArgumentError, match='not finite'):
-      run_in_process(runtime, lambda: check_all([1.0, np.nan]))
-
-  with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    list(pool.map(fail, range(40)))

@@ -3,6 +3,7 @@
 The reference runs the same graphs client by client, without compiling.
 """
 
+import concurrent.futures
 import functools
 
 import numpy as np
@@ -195,3 +196,14 @@ def test_errors_are_those_of_the_computation():
   assert run_in_process(runtime, lambda: checked_sum([1.0, 2.0])) == 3.0
   # It goes on being vectorised.
   assert not runtime._uneven
+
+
+def test_errors_in_several_threads_are_those_of_the_computation():
+  runtime = in_process.InProcessRuntime()
+
+  def fail(_):
+    with pytest.raises(tf.errors.InvalidArgumentError, match='not finite'):
+      run_in_process(runtime, lambda: checked_sum([1.0, np.nan]))
+
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    list(pool.map(fail, range(40)))

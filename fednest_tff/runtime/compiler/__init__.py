@@ -14,6 +14,7 @@ The steps, in the order in which a computation passes through them:
 - `lowering`: traces all calls into one function (`build_function`), or runs
   them one after the other (`evaluate_computation`).
 - `intrinsics`: the calls of TFF's own operators, such as `federated_sum`.
+- `sequences`: those of them that take datasets.
 - `reductions`: sums of stacked values.
 - `secure_sums`: simulates TFF's secure sums.
 - `graphs`: the calls of `tff.tensorflow.computation`s. `graph_rewriting`

@@ -3,8 +3,9 @@
 The function is compiled once and then serves any number of clients. What the
 clients of an even part (`parts.py`) compute is vectorised: one matrix product
 for all clients in place of one for each. What cannot be vectorised, such as
-reading a dataset, is a loop over the clients, and so is all of an uneven part;
-where it can, there is one loop for each core (`side_by_side.py`).
+reading a dataset, is a loop over the clients, and so is all of an uneven part.
+If clients may run in any order, there is one loop for each core
+(`side_by_side.py`).
 A cohort that would take too much memory is computed by chunks (`chunks.py`).
 """
 

@@ -23,8 +23,6 @@ _CONSTANT_DATASETS = frozenset([
     '_RangeDataset', '_RepeatDataset', '_ShardDataset', '_SkipDataset',
     '_TakeDataset', '_TensorDataset', '_TensorSliceDataset', '_ZipDataset',
 ])
-# Parts of the names of datasets that order or draw elements at random.
-_RANDOM = ('Random', 'Sampl', 'Shuffle')
 
 
 def _steps(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
@@ -35,8 +33,8 @@ def _steps(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def _has_state(dataset: tf.data.Dataset) -> bool:
-  """Tells whether this step, taken alone, changes by being read."""
-  if any(word in type(dataset).__name__ for word in _RANDOM):
+  """Tells whether a step, taken alone, may give other elements next time."""
+  if graph_rewriting.is_random_dataset(type(dataset).__name__):
     return True
   if not hasattr(dataset, '_map_func'):
     return False
@@ -80,7 +78,7 @@ def _forget_states(graph_def: tf.compat.v1.GraphDef) -> None:
   """
   nodes = {node.name: node for node in graph_def.node}
   for node in graph_def.node:
-    if any(word in node.op for word in _RANDOM):
+    if graph_rewriting.is_random_dataset(node.op):
       for source in node.input:
         value = nodes[graph_rewriting.node_name(source)].attr['value'].tensor
         for handle in value.resource_handle_val:

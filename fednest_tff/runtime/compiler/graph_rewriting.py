@@ -248,13 +248,16 @@ def is_repeatable(graph_def: tf.compat.v1.GraphDef) -> bool:
   )
 
 
-def _is_random_dataset(op: str) -> bool:
-  """Tells whether an operation orders or draws elements at random.
+def is_random_dataset(name: str) -> bool:
+  """Tells whether a dataset orders or draws its elements at random.
 
-  TensorFlow does not declare all of them stateful.
+  TensorFlow does not declare all such operations stateful.
+
+  Args:
+    name: The name of its operation or of its class.
   """
-  return 'Dataset' in op and any(
-      word in op for word in ('Random', 'Sampling', 'Shuffle')
+  return 'Dataset' in name and any(
+      word in name for word in ('Random', 'Sampling', 'Shuffle')
   )
 
 
@@ -262,7 +265,7 @@ def only_reads_datasets(compiled: tff.framework.CompiledComputation) -> bool:
   """Tells whether a computation has the same result for the same data."""
   graph_def = _graph_def(compiled)
   return graph_def is not None and not any(
-      _is_random_dataset(node.op)
+      is_random_dataset(node.op)
       or node.op in READING_FILES
       or _is_stateful(node.op) and node.op not in _DATASET_OPERATIONS
       for node in _all_nodes(graph_def)

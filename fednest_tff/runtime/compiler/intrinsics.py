@@ -17,12 +17,12 @@ from fednest_tff.runtime.compiler import (
     graph_rewriting,
     reductions,
     secure_sums,
+    sequences,
     values,
 )
 from fednest_tff.runtime.compiler.batched import Batched
 from fednest_tff.runtime.compiler.broadcast import (
     Broadcast,
-    Function,
     broadcast_value,
     is_broadcast,
     split_broadcasts,
@@ -33,17 +33,6 @@ from fednest_tff.structures import Value
 Struct: TypeAlias = tff.structure.Struct
 # From the argument's value and the building block of the call to the result.
 _Handler = Callable[[Value, tff.framework.Call], Value]
-
-
-def _fill(
-    value_type: tff.Type, fill: Callable[[tf.TensorSpec], tf.Tensor]
-) -> Value:
-  """Makes a TFF value with `fill` of each leaf's spec."""
-  return structures.pack(value_type, map(fill, values.leaf_specs(value_type)))
-
-
-def _zeros(value_type: tff.Type) -> Value:
-  return _fill(value_type, lambda spec: tf.zeros(spec.shape, spec.dtype))
 
 
 def _relax_shapes(value: Value, value_type: tff.Type) -> Value:
@@ -67,10 +56,6 @@ def _relax_shapes(value: Value, value_type: tff.Type) -> Value:
 
   specs = structures.pack(value_type, values.leaf_specs(value_type))
   return structures.map_leaves(relax, value, specs)
-
-
-def _add(pair: Struct) -> Value:
-  return structures.map_leaves(tf.add, pair[0], pair[1])
 
 
 def is_structural(block: tff.framework.ComputationBuildingBlock) -> bool:
@@ -97,31 +82,6 @@ def is_stateless(block: tff.framework.ComputationBuildingBlock) -> bool:
     elif isinstance(inner, tff.framework.Intrinsic):
       return False
   return True
-
-
-def _to_container(value: Value, value_type: tff.Type) -> Value:
-  """Converts a TFF value to the Python containers that its type names."""
-  return tff.types.type_to_py_container(value, value_type)
-
-
-def _reduce(
-    dataset: tf.data.Dataset,
-    element_type: tff.Type,
-    zero: Value,
-    accumulate: Function,
-    result_type: tff.Type,
-) -> Value:
-  """Aggregates the elements of a dataset, starting from `zero`."""
-
-  def step(
-      state: tuple[tf.Tensor, ...], element: Value
-  ) -> tuple[tf.Tensor, ...]:
-    value = values.from_dataset_element(element, element_type)
-    pair = Struct.unnamed(structures.pack(result_type, state), value)
-    return tuple(structures.leaves(accumulate(pair)))
-
-  found = dataset.reduce(tuple(structures.leaves(zero)), step)
-  return structures.pack(result_type, found)
 
 
 class Intrinsics:
@@ -158,9 +118,9 @@ class Intrinsics:
         'federated_weighted_mean': self._weighted_mean,
         'federated_zip_at_clients': self._unchanged,
         'federated_zip_at_server': self._unchanged,
-        'sequence_map': self._sequence_map,
-        'sequence_reduce': self._sequence_reduce,
-        'sequence_sum': self._sequence_sum,
+        'sequence_map': sequences.map_elements,
+        'sequence_reduce': sequences.reduce_elements,
+        'sequence_sum': sequences.sum_elements,
     }
 
   def run(self, call: tff.framework.Call, argument: Value) -> Value:
@@ -237,7 +197,7 @@ class Intrinsics:
 
     def select_one(key: tf.Tensor) -> Value:
       picked = select(Struct.unnamed(server_value, key))
-      return _to_container(picked, member.element)
+      return values.to_container(picked, member.element)
 
     def select_all(client_keys: tf.Tensor) -> tf.Tensor:
       dataset = tf.data.Dataset.from_tensor_slices(client_keys)
@@ -256,14 +216,18 @@ class Intrinsics:
   def _sum(self, argument: Value, call: tff.framework.Call) -> Value:
     member = call.argument.type_signature.member
     return self._cohort.reduce(
-        argument, _zeros(member), _add, _add, reductions.sum_rows
+        argument,
+        values.zeros(member),
+        values.add,
+        values.add,
+        reductions.sum_rows,
     )
 
   def _secure_sum(self, argument: Value, call: tff.framework.Call) -> Value:
     value, max_input = argument
     member = call.argument.type_signature[0].member
     add = secure_sums.build_checked_add(max_input)
-    return self._cohort.reduce(value, _zeros(member), add, _add)
+    return self._cohort.reduce(value, values.zeros(member), add, values.add)
 
   def _secure_sum_bitwidth(
       self, argument: Value, call: tff.framework.Call
@@ -277,7 +241,8 @@ class Intrinsics:
   ) -> Value:
     value, modulus = argument
     member = call.argument.type_signature[0].member
-    total = self._cohort.reduce(value, _zeros(member), _add, _add)
+    zero = values.zeros(member)
+    total = self._cohort.reduce(value, zero, values.add, values.add)
     return secure_sums.modulo(total, modulus)
 
   def _min(self, argument: Value, call: tff.framework.Call) -> Value:
@@ -311,7 +276,7 @@ class Intrinsics:
           value,
       )
 
-    zero = _fill(
+    zero = values.fill(
         call.argument.type_signature.member,
         lambda spec: tf.fill(spec.shape, limit(spec.dtype)),
     )
@@ -347,12 +312,12 @@ class Intrinsics:
           lambda v: v * tf.cast(weight, v.dtype), value
       )
       return Struct.unnamed(
-          _add(Struct.unnamed(total[0], weighted)), total[1] + weight
+          values.add(Struct.unnamed(total[0], weighted)), total[1] + weight
       )
 
     def merge(totals: Struct) -> Struct:
       return Struct.unnamed(
-          _add(Struct.unnamed(totals[0][0], totals[1][0])),
+          values.add(Struct.unnamed(totals[0][0], totals[1][0])),
           totals[0][1] + totals[1][1],
       )
 
@@ -365,40 +330,10 @@ class Intrinsics:
       )
       return Struct.unnamed(weighted, tf.reduce_sum(weight))
 
-    zero = Struct.unnamed(_zeros(value_type), _zeros(weight_type))
+    zero = Struct.unnamed(values.zeros(value_type), values.zeros(weight_type))
     total, weight = self._cohort.reduce(
         pair, zero, accumulate, merge, at_once=sum_rows
     )
     return structures.map_leaves(
         lambda v: v / tf.cast(weight, v.dtype), total
     )
-
-  # Sequences, which are variant tensors of datasets.
-
-  def _sequence_map(self, argument: Value, call: tff.framework.Call) -> Value:
-    function, variant = argument
-    source = call.argument.type_signature[1]
-    is_tuple = isinstance(values.element_spec(source.element), tuple)
-
-    def step(*parts: Value) -> Value:
-      # tf.data passes the elements of a tuple as arguments.
-      element = parts if is_tuple else parts[0]
-      value = values.from_dataset_element(element, source.element)
-      return _to_container(function(value), call.type_signature.element)
-
-    dataset = values.to_dataset(variant, source).map(step)
-    return tf.data.experimental.to_variant(dataset)
-
-  def _sequence_reduce(
-      self, argument: Value, call: tff.framework.Call
-  ) -> Value:
-    variant, zero, function = argument
-    source = call.argument.type_signature[0]
-    dataset = values.to_dataset(variant, source)
-    return _reduce(dataset, source.element, zero, function, call.type_signature)
-
-  def _sequence_sum(self, argument: Value, call: tff.framework.Call) -> Value:
-    source = call.argument.type_signature
-    dataset = values.to_dataset(argument, source)
-    zero = _zeros(source.element)
-    return _reduce(dataset, source.element, zero, _add, call.type_signature)

@@ -5,7 +5,7 @@ a dataset, and a struct is the tensors of its elements in order.
 """
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -209,3 +209,25 @@ def to_python(tensors: Iterator[tf.Tensor], value_type: tff.Type) -> Value:
     return tensor.numpy()
 
   return structures.fold(value_type, convert, tff.structure.Struct)
+
+
+def fill(
+    value_type: tff.Type, make: Callable[[tf.TensorSpec], tf.Tensor]
+) -> Value:
+  """Makes a TFF value with `make` of each leaf's spec."""
+  return structures.pack(value_type, map(make, leaf_specs(value_type)))
+
+
+def zeros(value_type: tff.Type) -> Value:
+  """Makes a TFF value of zeros."""
+  return fill(value_type, lambda spec: tf.zeros(spec.shape, spec.dtype))
+
+
+def add(pair: tff.structure.Struct) -> Value:
+  """Adds two TFF values."""
+  return structures.map_leaves(tf.add, pair[0], pair[1])
+
+
+def to_container(value: Value, value_type: tff.Type) -> Value:
+  """Converts a TFF value to the Python containers that its type names."""
+  return tff.types.type_to_py_container(value, value_type)
