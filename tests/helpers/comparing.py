@@ -41,7 +41,10 @@ def compare(directory, methods=('simfbo', 'simfbo_v0'), epochs=None, plan=PLAN):
   )
 
 
-def compare_and_die(directory, epochs, **plan):
-  """For a process of its own, which lives for so many epochs."""
+def compare_and_die(directory, epochs, changes=None):
+  """For a process of its own, which lives for so many epochs.
+
+  `changes` are to the plan.
+  """
   fednest_tff.use_runtime('in_process', compiled=False)
-  compare(directory, ['simfbo'], epochs, PLAN._replace(**plan))
+  compare(directory, ['simfbo'], epochs, PLAN._replace(**(changes or {})))

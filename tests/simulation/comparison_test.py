@@ -125,25 +125,50 @@ def test_settings_are_in_the_directory(compared):
   assert json.loads(path.read_text()) == chosen
 
 
-TWO_SEEDS = comparing.PLAN._replace(budget=1, seeds=1, tuning_seeds=2)
+CHANGES = dict(budget=1, seeds=1, tuning_seeds=2)
+TWO_SEEDS = comparing.PLAN._replace(**CHANGES)
 
 
-def test_a_trial_counts_with_the_mean_over_its_seeds(tmp_path):
-  outcomes = comparing.compare(tmp_path, ['simfbo'], plan=TWO_SEEDS)
+@pytest.fixture(scope='module')
+def on_two_seeds(tmp_path_factory):
+  """A comparison whose trial runs on two seeds, and its directory."""
+  directory = tmp_path_factory.mktemp('compare') / 'two_seeds'
+  return comparing.compare(directory, ['simfbo'], plan=TWO_SEEDS), directory
+
+
+def test_a_trial_counts_with_the_mean_over_its_seeds(on_two_seeds):
+  outcomes, directory = on_two_seeds
   (tried,) = outcomes['simfbo'].tried
   found = [
       np.mean([
           float(row['x_distance'])
-          for row in read(tmp_path / 'runs' / folder / 'metrics.csv')
+          for row in read(directory / 'runs' / folder / 'metrics.csv')
       ])
       for folder in ('simfbo-trial000', 'simfbo-trial000-again1')
   ]
   assert found[0] != found[1]
   assert tried.value == pytest.approx(np.mean(found), rel=1e-12)
   with pytest.raises(simulation.RunError, match='tuning_seeds'):
-    comparing.compare(tmp_path, ['simfbo'], plan=comparing.PLAN._replace(
-        budget=1, seeds=1
-    ))
+    comparing.compare(
+        directory, ['simfbo'], plan=TWO_SEEDS._replace(tuning_seeds=1)
+    )
+
+
+def test_killed_on_the_second_seed_a_trial_ends_like_one_that_was_not(
+    on_two_seeds, launcher, tmp_path, tmp_path_factory
+):
+  outcomes, whole = on_two_seeds
+  log = tmp_path_factory.mktemp('log') / 'log.txt'
+  launcher.call(
+      'tests.helpers.comparing:compare_and_die', [str(tmp_path), 5, CHANGES],
+      log,
+  )
+  assert launcher.wait() == -signal.SIGKILL, log.read_text()[-2000:]
+  before = sorted(p.name for p in (tmp_path / 'runs').iterdir())
+  assert before == ['simfbo-trial000', 'simfbo-trial000-again1']
+  found = comparing.compare(tmp_path, ['simfbo'], plan=TWO_SEEDS)
+  assert without_seconds(found) == without_seconds(outcomes)
+  assert read(tmp_path / 'trials.csv') == read(whole / 'trials.csv')
 
 
 def test_a_trial_that_diverges_on_its_second_seed_diverged(
