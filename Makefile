@@ -62,8 +62,12 @@ demo: venv  ## Run the demonstration.
 	  --flagfile=experiments/presets/demo.flags $(DEMO_ARGS)
 
 .PHONY: test
-test: venv  ## Run the tests; PYTEST_ARGS is passed on to pytest.
-	@$(RUN) -m pytest $(PYTEST_ARGS)
+test: venv  ## Run the tests without the mark `long`; PYTEST_ARGS is passed on.
+	@$(RUN) -m pytest -m 'not long' $(PYTEST_ARGS)
+
+.PHONY: test-long
+test-long: venv  ## Run the other tests: with the mark `long`.
+	@$(RUN) -m pytest -m long $(PYTEST_ARGS)
 
 .PHONY: test-quick
 test-quick: venv  ## Run the tests without the mark `slow`.

@@ -6,6 +6,7 @@ itself in TFF's own, unless their module has `RUNTIME = 'in_process'`.
 
 import gc
 import os
+import pathlib
 import signal
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
@@ -15,6 +16,7 @@ os.environ.setdefault('TF_NUM_INTRAOP_THREADS', '1')
 import psutil
 import pytest
 
+from tests import long_tests
 from tests.helpers import protocols
 
 # Ignored in a background job of a shell or under nohup, and then in Python and
@@ -24,6 +26,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 protocols.cache_attributes()
+_ROOT = pathlib.Path(__file__).parent
 
 
 def pytest_collection_finish():
@@ -84,7 +87,7 @@ def compiled_context():
 
 # `make test-quick` leaves out tests with the mark `slow`, which trace or
 # compile much or start programs: these folders and files, without the
-# exceptions.
+# exceptions, and the tests of `long_tests`.
 _SLOW_FOLDERS = {
     'algorithms', 'chaos', 'compiler', 'distributed', 'experiments',
     'federated', 'models', 'runtime',
@@ -102,7 +105,7 @@ _QUICK_FILES = {
 
 # Files that take longest, the longest first: what is left to the end keeps one
 # core waiting for the other.
-_LONG_FILES = (
+_FIRST_FILES = (
     'ray_test.py', 'in_process_test.py', 'resume_test.py', 'binaries_test.py',
     'vectorised_test.py', 'gpu_kernels_test.py', 'benchmark_test.py',
     'driver_test.py', 'repeats_test.py', 'bad_input_test.py', 'readme_test.py',
@@ -121,12 +124,17 @@ _LONG_FILES = (
 
 
 def pytest_collection_modifyitems(items):
-  order = {name: k for k, name in enumerate(_LONG_FILES)}
+  order = {name: k for k, name in enumerate(_FIRST_FILES)}
   items.sort(key=lambda item: order.get(item.path.name, len(order)))
   for item in items:
     path = item.path
+    is_long = long_tests.is_long(
+        path.relative_to(_ROOT).as_posix(), item.name
+    )
+    if is_long:
+      item.add_marker(pytest.mark.long)
     is_slow = path.parent.name in _SLOW_FOLDERS or path.name in _SLOW_FILES
-    if is_slow and path.name not in _QUICK_FILES:
+    if is_long or (is_slow and path.name not in _QUICK_FILES):
       item.add_marker(pytest.mark.slow)
 
 

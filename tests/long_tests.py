@@ -1,0 +1,188 @@
+"""Tests that `make test` leaves to `make test-long`; CI runs both.
+
+They take 4 s or more each on the machine that they were timed on. Most compile
+a second or a third time what a shorter test compiles too, go through methods
+that share their rounds with one that is tested, start clusters, or kill
+programs again and again. `make test` keeps at least one test of each file, but
+for those with '*'.
+"""
+
+ALL = '*'
+# Names by file; a name without parameters stands for all of them.
+LONG_TESTS = {
+    'algorithms/composition_test.py': (
+        'test_epoch_of_nested_variables[lfednest_nonalt]',
+        'test_epoch_of_nested_variables[fedavg_s]',
+        'test_single_processes_have_single_rounds',
+    ),
+    'algorithms/constraints_test.py': (
+        'test_every_method_projects_each_step_in_both_executors[fednest_sgd]',
+        'test_every_method_projects_each_step_in_both_executors[lfednest_svrg]',
+    ),
+    'algorithms/fed_mbo_test.py': (
+        'test_variance_falls_with_the_number_of_chains',
+    ),
+    'algorithms/fed_nest_test.py': (
+        'test_fednest_alone_reaches_the_solution_when_clients_differ',
+        'test_all_methods_agree_when_clients_do_not_differ',
+    ),
+    'algorithms/hparams_test.py': tuple(
+        f'test_other_numbers_give_the_same_bits_as_a_new_process[{method}]'
+        for method in (
+            'fednest_sgd', 'lfednest_svrg', 'lfednest_nonalt', 'fedavg_s',
+            'shrofbo', 'fedmbo',
+        )
+    ),
+    'algorithms/later_methods_test.py': (
+        'test_compressed[fedbioacc]',
+        'test_private_and_robust[shrofbo]',
+        'test_private_and_robust[fedbioacc]',
+        'test_private_and_robust[fedmbo]',
+        'test_private_and_robust[aggitd]',
+        'test_stopped_runs_go_on[fedbioacc]',
+        'test_stopped_runs_go_on[fedmbo]',
+        'test_stopped_runs_go_on[aggitd]',
+    ),
+    'chaos/chaos_test.py': (
+        'test_bad_flags',
+        'test_damaged_files_signals_and_kills',
+        'test_campaign_sees_a_difference',
+    ),
+    'examples_test.py': (
+        'test_it_solves_the_problem',
+        'test_killed_and_started_again_it_ends_in_the_same_bytes',
+    ),
+    'experiments/benchmark_test.py': (ALL,),
+    'experiments/binaries_test.py': (
+        'test_binary[no_tuning]',
+        'test_binary[class_weights]',
+        'test_binary[centralised]',
+        'test_binary[sine]',
+        'test_later_methods',
+        'test_several_methods_and_seeds',
+        'test_saddle_converges_to_the_closed_form',
+    ),
+    'experiments/closed_form_test.py': (
+        'test_fednest_goes_to_a_saddle_point_away_from_zero',
+        'test_fednest_solves_the_portfolio_and_lfednest_does_not',
+    ),
+    'experiments/contests_test.py': (
+        'test_steps_fall_in_the_second_half_of_the_rounds[True]',
+        'test_variants_have_their_settings_and_fall_likewise',
+    ),
+    'experiments/floor_sim_fbo_test.py': ('test_two_epochs_equal_the_library',),
+    'experiments/learning_problems_test.py': (
+        'test_digits_are_learnt_with_convolutions',
+    ),
+    'experiments/logistic_regression_test.py': (
+        'test_with_several_only_fed_out_reaches_the_optimum',
+    ),
+    'experiments/personalization_test.py': ('test_binary',),
+    'experiments/reproduce_test.py': ('test_a_figure_from_runs_to_claims',),
+    'experiments/resume_test.py': (
+        'test_killed_at_random_moments',
+        'test_several_runs_killed_at_random_moments',
+        'test_damaged_checkpoint_and_full_disk',
+    ),
+    'experiments/robust_regression_test.py': (
+        'test_the_worst_client_is_better_off_than_by_plain_regression',
+    ),
+    'experiments/sine_meta_learning_test.py': (
+        'test_training_lowers_the_loss_after_adaptation',
+    ),
+    'experiments/theory_test.py': (
+        'test_truncated_bias_is_that_of_the_sum',
+        'test_bounds_hold_and_conjugate_gradient_is_better',
+        'test_mean_of_calls_on_single_examples_is_exact',
+        'test_variance_in_closed_form_is_that_of_all_calls',
+        'test_figure_and_claims',
+        'test_slopes_of_single_level_problems',
+        'test_fed_inn_is_linear_and_fed_avg_stops_at_its_fixed_point',
+    ),
+    'federated/aggregation_test.py': ('test_robust_private_and_compressed',),
+    'local/local_hypergradient_test.py': (
+        'test_local_hypergradient_by_a_long_series',
+    ),
+    'notebook_test.py': (ALL,),
+    'readme_test.py': (
+        'test_keras_and_other_processes',
+        'test_differential_privacy',
+    ),
+    'runtime/asynchronous_test.py': ('test_training_program',),
+    'runtime/check_test.py': ('test_report_of_this_machine',),
+    'runtime/compiler/readings_test.py': (
+        'test_results_of_datasets_that_are_gone_do_not_count',
+    ),
+    'runtime/compiler/repeats_test.py': (
+        'test_epochs[truncated-vectorised]',
+        'test_epochs[cg-vectorised]',
+        'test_epochs[truncated-looped]',
+    ),
+    'runtime/driver_test.py': (
+        'test_declared_representation_changes_nothing[fednest]',
+        'test_every_method_equals_next[lfednest_nonalt]',
+        'test_every_method_equals_next[fedbioacc]',
+        'test_every_method_equals_next[fedmbo]',
+    ),
+    'runtime/gpu_kernels_test.py': tuple(
+        f'test_epochs_run_on_a_gpu[{method}]'
+        for method in (
+            'lfednest', 'fednest_sgd', 'lfednest_svrg', 'lfednest_nonalt',
+            'fedavg_s', 'shrofbo', 'fedmsa', 'fedbioacc', 'aggitd', 'fedmbo',
+            'penalty',
+        )
+    ),
+    'runtime/in_process_test.py': (
+        'test_learning_algorithms[weighted FedAvg, Keras]',
+        'test_learning_algorithms[MimeLite]',
+        'test_learning_algorithms[evaluation]',
+        'test_aggregators_of_learning_algorithms[compression]',
+        'test_aggregators_of_learning_algorithms[debug measurements]',
+        'test_ten_epochs_of_fednest_equal_the_native_ones',
+        'test_runs_that_are_over_leave_nothing_behind',
+        'test_clients_are_spread_over_two_devices',
+    ),
+    'runtime/native_runtime_test.py': (
+        'test_worker_ends_with_its_parent_and_holds_no_pipe',
+        'test_call_timeout',
+    ),
+    'runtime/ray_test.py': (
+        'test_worker_killed_and_worker_stopped_in_mid_round',
+        'test_call_beyond_its_deadline',
+        'test_all_nodes_gone_is_one_line_and_the_checkpoint_stays',
+        'test_binary_stops_on_ctrl_c_and_leaves_nothing',
+    ),
+    'runtime/secure_aggregation_test.py': (
+        'test_metrics_are_summed_securely',
+        'test_a_method_of_ours_has_the_results_of_the_test_backend[looped]',
+        'test_distributed_differential_privacy',
+    ),
+    'runtime/step_by_step_test.py': (
+        'test_epochs_equal_those_of_the_compiled_function',
+    ),
+    'runtime/vectorised_test.py': (
+        'test_numbers_of_methods[lfednest]',
+        'test_numbers_of_methods[fedmbo]',
+        'test_numbers_of_methods[personal]',
+        'test_numbers_by_chunks[fednest-vectorised]',
+        'test_numbers_by_chunks[fednest-looped]',
+        'test_numbers_by_chunks[simfbo-vectorised]',
+    ),
+    'simulation/comparison_test.py': (
+        'test_killed_in_a_trial_it_ends_like_one_that_was_not',
+        'test_killed_on_the_second_seed_a_trial_ends_like_one_that_was_not',
+        'test_a_trial_that_diverges_on_its_second_seed_diverged',
+        'test_a_distance_that_grows_without_bound_diverged',
+    ),
+}
+
+
+def is_long(path: str, name: str) -> bool:
+  """Whether a test is one of them.
+
+  Args:
+    path: Of its file, below `tests`.
+    name: Of the test, with its parameters.
+  """
+  found = LONG_TESTS.get(path, ())
+  return ALL in found or name in found or name.partition('[')[0] in found
