@@ -28,7 +28,7 @@ import tensorflow_federated as tff
 
 from fednest_tff import options, vector_space
 from fednest_tff.algorithms import simultaneous
-from fednest_tff.algorithms.simultaneous import ServerOptimizers
+from fednest_tff.algorithms.server_move import ServerMove, ServerOptimizers
 from fednest_tff.federated import method, process
 from fednest_tff.federated.aggregation import Factory
 from fednest_tff.federated.rounds import Answer, Executor, Round, ServerValue
@@ -109,7 +109,7 @@ class FedBiOAcc(simultaneous.SimultaneousMethod):
     problem = types.problem
     hparams = simultaneous.rate_hparams(problem, work) | acceleration.hparams()
     per_client = work.per_client()
-    move = simultaneous.ServerMove(problem, optimizers)
+    move = ServerMove(problem, optimizers)
     at = simultaneous.point_type(types)
     momentum_type = tff.to_type(Momentum(at, np.int32))
 

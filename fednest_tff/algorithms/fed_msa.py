@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from fednest_tff import vector_space
 from fednest_tff.algorithms import simultaneous
-from fednest_tff.algorithms.simultaneous import ServerOptimizers
+from fednest_tff.algorithms.server_move import ServerMove, ServerOptimizers
 from fednest_tff.federated import method, process
 from fednest_tff.federated.aggregation import Factory, GlobalGradients
 from fednest_tff.federated.rounds import Answer, Executor, Round
@@ -61,7 +61,7 @@ class FedMSA(simultaneous.SimultaneousMethod):
   ):
     problem, batch_size = types.problem, gradients.batch_size
     per_client = work.per_client()
-    move = simultaneous.ServerMove(problem, optimizers)
+    move = ServerMove(problem, optimizers)
     at = simultaneous.point_type(types)
 
     @types.computation(DirectionMessage(*at, types.seed), types.client)

@@ -37,7 +37,11 @@ import tensorflow_federated as tff
 
 from fednest_tff import options, vector_space
 from fednest_tff.algorithms import simultaneous
-from fednest_tff.algorithms.simultaneous import ServerOptimizers
+from fednest_tff.algorithms.server_move import (
+  ServerMove,
+  ServerOptimizers,
+  update_norms,
+)
 from fednest_tff.federated import method, process
 from fednest_tff.federated.aggregation import Factory
 from fednest_tff.federated.rounds import Answer, Executor, Round
@@ -168,7 +172,7 @@ class SimFBO(simultaneous.SimultaneousMethod):
     per_client = work.per_client()
     rates = simultaneous.rate_hparams(problem, work)
     server_rates = _server_rates(problem, steps, rates)
-    move = simultaneous.ServerMove(problem, steps)
+    move = ServerMove(problem, steps)
     radius = {}
     if problem.is_implicit:
       if steps.radius is not None:
@@ -250,7 +254,7 @@ class SimFBO(simultaneous.SimultaneousMethod):
         v = projections.to_ball(after.linear, radius)
         after = after._replace(linear=v)
       state = state._replace(linear=after.linear, optimizers=optimizers)
-      norms = simultaneous.update_norms(before, after)
+      norms = update_norms(before, after)
       return after.outer, after.inner, state, norms
 
     self._update = Round(

@@ -16,7 +16,7 @@ import tensorflow_federated as tff
 from tensorflow_federated.python.core.impl.types import type_serialization
 
 from fednest_tff import structures
-from fednest_tff.runtime.compiler import graphs, readings
+from fednest_tff.runtime.compiler import fingerprints, readings
 from fednest_tff.structures import Value
 
 
@@ -65,7 +65,7 @@ def fingerprint(block: tff.framework.ComputationBuildingBlock) -> bytes:
   digest = hashlib.sha256()
   for inner in structures.inner_blocks(block):
     if isinstance(inner, tff.framework.CompiledComputation):
-      digest.update(graphs.fingerprint(inner))
+      digest.update(fingerprints.fingerprint(inner))
     elif isinstance(inner, tff.framework.Literal):
       digest.update(repr(inner.value).encode())
   digest.update(_text(block).encode())
@@ -75,7 +75,7 @@ def fingerprint(block: tff.framework.ComputationBuildingBlock) -> bytes:
 def _num_nodes(block: tff.framework.ComputationBuildingBlock) -> int:
   """Counts the nodes of all graphs, each graph as often as it is called."""
   return sum(
-      graphs.num_nodes(inner)
+      fingerprints.num_nodes(inner)
       for inner in structures.inner_blocks(block)
       if isinstance(inner, tff.framework.CompiledComputation)
   )

@@ -23,6 +23,7 @@ import tensorflow_federated as tff
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import (
   datasets,
+  fingerprints,
   graph_rewriting,
   graphs,
   values,
@@ -166,7 +167,7 @@ class Reader:
     Returns:
       The tensors of the result, for each client.
     """
-    key = graphs.fingerprint(reading.graph)
+    key = fingerprints.fingerprint(reading.graph)
     if key not in self._functions:
       self._functions[key] = _build_function(reading.graph, member)
     function = self._functions[key]

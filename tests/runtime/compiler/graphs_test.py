@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff.runtime.compiler import graphs
+from fednest_tff.runtime.compiler import fingerprints, graphs
 from tests.runtime import comparison
 
 
@@ -63,8 +63,8 @@ def _power(exponent):
 
 def test_fingerprint_does_not_depend_on_the_time_of_tracing():
   first, again, other = _power(3), _power(3), _power(4)
-  assert graphs.fingerprint(first) == graphs.fingerprint(again)
-  assert graphs.fingerprint(first) != graphs.fingerprint(other)
+  assert fingerprints.fingerprint(first) == fingerprints.fingerprint(again)
+  assert fingerprints.fingerprint(first) != fingerprints.fingerprint(other)
 
 
 def test_nodes_of_functions_count():
@@ -72,7 +72,7 @@ def test_nodes_of_functions_count():
   block = _power(3)
   block.proto.tensorflow.graph_def.Unpack(proto)
   assert len(proto.library.function) > 0
-  assert graphs.num_nodes(block) > len(proto.node)
+  assert fingerprints.num_nodes(block) > len(proto.node)
 
 
 def test_each_call_has_its_own_variables():
@@ -117,7 +117,7 @@ def test_only_tensorflow():
     return x + 1
 
   block = in_jax.to_building_block()
-  assert graphs.num_nodes(block) == 0
+  assert fingerprints.num_nodes(block) == 0
   with pytest.raises(NotImplementedError, match='not xla'):
     graphs.ImportedGraph(block)
 
