@@ -123,7 +123,7 @@ def _compare(given: settings_lib.Flags) -> None:
         output_dir,
         settings={'experiment': 'compare', 'problem': name, **decisive},
         about=runs.about(),
-        title=f'{name}: {", ".join(_described(settings))}',
+        title=f'{name}: {", ".join(_described(settings, name))}',
         overwrite=given.get('overwrite', False),
     )
   except ValueError as error:
@@ -132,12 +132,12 @@ def _compare(given: settings_lib.Flags) -> None:
     print(file.read())
 
 
-def _described(settings: settings_lib.Settings) -> list[str]:
-  """The data, for a title."""
+def _described(settings: settings_lib.Settings, problem: str) -> list[str]:
+  """The data, for a title that begins with the problem."""
   found = []
   for name in ('dataset', 'partition', 'wrong_labels'):
     value = getattr(settings, name, None)
-    if value is not None:
+    if value is not None and value != problem:
       found.append(str(value))
   size = getattr(settings, 'clients_per_round', None)
   found.append(f'{size} clients per round' if size else 'clients by default')
