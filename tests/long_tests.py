@@ -1,9 +1,9 @@
 """Tests that `make test` leaves to `make test-long`; CI runs both.
 
-They take 4 s or more each on the machine that they were timed on. Most compile
-a second or a third time what a shorter test compiles too, go through methods
-that share their rounds with one that is tested, start clusters, or kill
-programs again and again. `make test` keeps at least one test of each file, but
+Most take 4 s or more, on the machine that they were timed on: they compile what
+a shorter test compiles too, start clusters, or kill programs again and again.
+The others, of 1 to 3 s, go through methods that share their rounds with one
+that is tested by `make test`, which keeps at least one test of each file, but
 for those with '*'.
 """
 
