@@ -24,7 +24,7 @@ def test_every_name_is_a_test_of_its_file(path):
 def test_names_stand_for_their_parameters():
   path = 'runtime/vectorised_test.py'
   assert long_tests.is_long(path, 'test_numbers_of_methods[personal]')
-  assert not long_tests.is_long(path, 'test_numbers_of_methods[fednest]')
+  assert not long_tests.is_long(path, 'test_numbers_of_methods[simfbo]')
   binaries = 'experiments/binaries_test.py'
   assert long_tests.is_long(binaries, 'test_later_methods[minimax]')
   assert long_tests.is_long('notebook_test.py', 'test_whatever')
