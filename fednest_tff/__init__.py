@@ -30,11 +30,8 @@ from fednest_tff.algorithms.penalty import build_penalty
 from fednest_tff.algorithms.personal import build_personal, build_personalize
 from fednest_tff.algorithms.power_iteration import build_power_iteration
 from fednest_tff.algorithms.server_move import ServerOptimizers
-from fednest_tff.algorithms.sim_fbo import (
-    ServerSteps,
-    build_shro_fbo,
-    build_sim_fbo,
-)
+from fednest_tff.algorithms.server_steps import ServerSteps
+from fednest_tff.algorithms.sim_fbo import build_shro_fbo, build_sim_fbo
 from fednest_tff.federated.aggregation import Aggregation, GlobalGradients
 from fednest_tff.federated.method import (
     HyperParameter,

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from fednest_tff import options
 from fednest_tff.algorithms import sim_fbo
-from fednest_tff.algorithms.sim_fbo import ServerSteps
+from fednest_tff.algorithms.server_steps import ServerSteps
 from fednest_tff.federated import method, process
 from fednest_tff.federated.aggregation import Factory
 from fednest_tff.federated.types import ClientWeighting, ProblemTypes

@@ -30,18 +30,14 @@ is projected by the server only.
 """
 
 from collections.abc import Callable
-import dataclasses
 
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff import options, vector_space
-from fednest_tff.algorithms import simultaneous
-from fednest_tff.algorithms.server_move import (
-  ServerMove,
-  ServerOptimizers,
-  update_norms,
-)
+from fednest_tff import vector_space
+from fednest_tff.algorithms import server_steps, simultaneous
+from fednest_tff.algorithms.server_move import ServerMove, update_norms
+from fednest_tff.algorithms.server_steps import ServerSteps
 from fednest_tff.federated import method, process
 from fednest_tff.federated.aggregation import Factory
 from fednest_tff.federated.rounds import Answer, Executor, Round
@@ -49,93 +45,10 @@ from fednest_tff.federated.types import ClientWeighting, ProblemTypes
 from fednest_tff.local import client as client_lib
 from fednest_tff.local import simultaneous as local
 from fednest_tff.local.client import Client
-from fednest_tff.local.descent import Schedule
 from fednest_tff.local.sampling import Purpose
 from fednest_tff.local.simultaneous import Point, SimultaneousWork
-from fednest_tff.options import option
 from fednest_tff.problems import Problem, projections
 from fednest_tff.vector_space import Structure
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerSteps(ServerOptimizers):
-  """The server's steps on all variables.
-
-  Attributes:
-    outer_learning_rate: gamma_x, the server's step size of x: a number, or a
-      function of the epoch. Default: the local one, so that the new x is the
-      mean of the clients'.
-    inner_learning_rate: gamma_y, the server's step size of y, likewise.
-    linear_learning_rate: gamma_v, the server's step size of v, likewise.
-    radius: r, of the ball around 0 that v is projected on; no projection if it
-      is not given.
-    momentum: beta, from 0 to 1 (excluded), for all variables; no momentum is
-      kept if it is not given.
-  """
-
-  outer_learning_rate: float | Schedule | None = option(
-      'server_outer_learning_rate'
-  )
-  inner_learning_rate: float | Schedule | None = option(
-      'server_inner_learning_rate'
-  )
-  linear_learning_rate: float | Schedule | None = option(
-      'server_linear_learning_rate'
-  )
-  radius: float | None = option('radius')
-  momentum: float | None = option('server_momentum')
-
-
-def _server_rates(
-    problem: Problem,
-    steps: ServerSteps,
-    local_rates: dict[str, method.HyperParameter],
-) -> dict[str, method.HyperParameter]:
-  """gamma as hyper-parameters; 0 in the state stands for the local step."""
-  found: dict[str, method.HyperParameter] = {}
-  for variable in simultaneous.variables_of(problem):
-    if variable is None:
-      continue
-    name = f'{variable}_learning_rate'
-    given = getattr(steps, name)
-    if given is not None:
-      if getattr(steps, f'{variable}_optimizer') is not None:
-        raise ValueError(
-            f'Give `server_{name}` or `{variable}_optimizer`, not both.'
-        )
-      found |= method.learning_rates(**{f'server_{name}': given})
-      continue
-
-    def at(
-        epoch: tf.Tensor, numbers: method.Numbers, name: str = name
-    ) -> tf.Tensor:
-      local_rate = numbers[name]
-      schedule = local_rates[name].at
-      if schedule is not None:
-        local_rate = schedule(epoch, numbers)
-      own = numbers[f'server_{name}']
-      return tf.where(own > 0, own, local_rate)
-
-    found[f'server_{name}'] = method.HyperParameter(0.0, at)
-  return found
-
-
-def _momentum(steps: ServerSteps) -> dict[str, method.HyperParameter]:
-  """beta as a hyper-parameter; empty if there is none."""
-  if steps.momentum is None:
-    return {}
-  for variable in Point._fields:
-    if getattr(steps, f'{variable}_optimizer') is not None:
-      raise ValueError(
-          f'Give `server_momentum` or `{variable}_optimizer`, not both.'
-      )
-  if steps.momentum != 0:
-    options.check_positive('server_momentum', steps.momentum)
-  if not steps.momentum < 1:
-    raise ValueError(
-        f'`server_momentum` must be less than 1; got {steps.momentum}.'
-    )
-  return dict(server_momentum=method.HyperParameter(float(steps.momentum)))
 
 
 class SimFBO(simultaneous.SimultaneousMethod):
@@ -171,17 +84,12 @@ class SimFBO(simultaneous.SimultaneousMethod):
     problem = types.problem
     per_client = work.per_client()
     rates = simultaneous.rate_hparams(problem, work)
-    server_rates = _server_rates(problem, steps, rates)
+    server_numbers = server_steps.hparams(problem, steps, rates)
     move = ServerMove(problem, steps)
-    radius = {}
-    if problem.is_implicit:
-      if steps.radius is not None:
-        options.check_positive('radius', steps.radius)
-      radius['radius'] = method.HyperParameter(float(steps.radius or 'inf'))
-    momentum = _momentum(steps)
+    has_momentum = steps.momentum is not None
     point_type = simultaneous.point_type(types)
-    kept = point_type if momentum else ()  # Type of m.
-    self._has_momentum = bool(momentum)
+    kept = point_type if has_momentum else ()  # Type of m.
+    self._has_momentum = has_momentum
     self._number = next(iter(number), None)
 
     @types.computation(
@@ -220,8 +128,8 @@ class SimFBO(simultaneous.SimultaneousMethod):
         point_type,
         types.scalar,
         simultaneous.rates_type(types),
-        types.scalar if radius else (),
-        types.scalar if momentum else (),
+        types.scalar if problem.is_implicit else (),
+        types.scalar if has_momentum else (),
     )
     def step(
         x: Structure,
@@ -245,7 +153,7 @@ class SimFBO(simultaneous.SimultaneousMethod):
       )
       if normalize:
         h = vector_space.scale(weight, h)
-      if momentum:
+      if has_momentum:
         h = vector_space.add_scaled(h, beta, state.more)
         state = state._replace(more=h)
       before = Point(x, y, state.linear)
@@ -261,7 +169,7 @@ class SimFBO(simultaneous.SimultaneousMethod):
         'simultaneous_update', types, client_update, 'aggregator', aggregator
     )
     self._step = step
-    hparams = rates | server_rates | radius | momentum | number
+    hparams = rates | server_numbers | number
     super().__init__(types, [self._update], hparams, move)
 
   def initial_state(
