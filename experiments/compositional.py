@@ -9,10 +9,10 @@ clients with a sine curve each.
 """
 
 from experiments import (
-  closed_form,
-  nested,
-  program,
-  sine_meta_learning,
+    closed_form,
+    nested,
+    program,
+    sine_meta_learning,
 )
 from experiments.experiment import Experiment
 from experiments.hyper_representation import widths

@@ -24,15 +24,15 @@ import tensorflow_federated as tff
 from fednest_tff import structures
 from fednest_tff.runtime import devices as devices_lib
 from fednest_tff.runtime.compiler import (
-  call_dominant,
-  datasets,
-  graphs,
-  lowering,
-  placed,
-  readings,
+    call_dominant,
+    datasets,
+    graphs,
+    lowering,
+    placed,
+    readings,
 )
 from fednest_tff.runtime.compiler import (
-  cohort as cohort_lib,
+    cohort as cohort_lib,
 )
 from fednest_tff.runtime.compiler.cohort import Cohort
 from fednest_tff.runtime.compiler.unrolled import Unrolled

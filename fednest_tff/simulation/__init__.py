@@ -15,17 +15,16 @@ from fednest_tff.simulation.files import read as read_file
 from fednest_tff.simulation.files import read_json, write_json
 from fednest_tff.simulation.leaderboard import Outcome
 from fednest_tff.simulation.plots import Curve, draw, make_figure
-from fednest_tff.simulation.records import (
-    Row,
-    check_finite,
-    is_complete,
-    read_rows,
-    summarize,
-    write_rows,
-)
+from fednest_tff.simulation.records import check_finite, summarize
 from fednest_tff.simulation.run_directory import RunDirectory
 from fednest_tff.simulation.run_files import is_ours
 from fednest_tff.simulation.search import Range, StepRanges, Tried
+from fednest_tff.simulation.tables import (
+    Row,
+    is_complete,
+    read_rows,
+    write_rows,
+)
 from fednest_tff.simulation.training import Process, Trial, train
 from fednest_tff.simulation.weights import (
     has_weights,

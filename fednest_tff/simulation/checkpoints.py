@@ -25,7 +25,7 @@ import tree
 
 from fednest_tff.simulation import errors, files
 from fednest_tff.simulation.manifest import Manifest, digest
-from fednest_tff.simulation.records import Table
+from fednest_tff.simulation.tables import Table
 from fednest_tff.structures import Value
 
 CHECKPOINTS = 'checkpoints'

@@ -22,6 +22,7 @@ from fednest_tff.simulation import (
     leaderboard_page,
     records,
     run_directory,
+    tables,
 )
 from fednest_tff.simulation import search as search_lib
 from fednest_tff.simulation.checkpoints import CHECKPOINTS
@@ -32,8 +33,8 @@ from fednest_tff.simulation.metric_values import (
     check_growth,
     value_of,
 )
-from fednest_tff.simulation.records import Row
 from fednest_tff.simulation.search import Range, Search
+from fednest_tff.simulation.tables import Row
 from fednest_tff.simulation.training import Trial
 from fednest_tff.simulation.tuned_runs import (
     TunedRuns,
@@ -222,9 +223,9 @@ class _Comparison:
     """A final run: its rows, and what was not finite if it diverged."""
     plan, column = self._plan, self._contest.curve.column
     path = self._path(f'{_file_name(name)}-seed{seed}')
-    metrics = os.path.join(path, records.METRICS)
+    metrics = os.path.join(path, tables.METRICS)
     failed = os.path.join(path, _NOT_FINITE)
-    rows = records.read_rows(metrics) if os.path.exists(metrics) else []
+    rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
     if os.path.exists(failed):
       with open(failed) as file:
         return bounded(rows, column), json.load(file)
@@ -245,7 +246,7 @@ class _Comparison:
     except errors.NonFiniteError as error:
       with errors.file_errors(path):
         files.write_json(failed, str(error))
-      rows = records.read_rows(metrics) if os.path.exists(metrics) else []
+      rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
       return bounded(rows, column), str(error)
     return rows, None
 

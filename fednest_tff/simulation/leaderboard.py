@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from fednest_tff.simulation.client_work import ClientWork
 from fednest_tff.simulation.plots import Curve
-from fednest_tff.simulation.records import Row
 from fednest_tff.simulation.search import Space, Tried
+from fednest_tff.simulation.tables import Row
 
 # Fixed rounds at which methods are compared.
 MARKS = (100, 250, 500, 1000)

@@ -7,7 +7,7 @@ import matplotlib
 import matplotlib.axes
 import matplotlib.ticker
 
-from fednest_tff.simulation import plots, records
+from fednest_tff.simulation import plots, tables
 from fednest_tff.simulation.client_work import PRODUCT_COST
 from fednest_tff.simulation.leaderboard import (
     COSTS,
@@ -16,8 +16,8 @@ from fednest_tff.simulation.leaderboard import (
     standings,
 )
 from fednest_tff.simulation.plots import Curve
-from fednest_tff.simulation.records import Row
 from fednest_tff.simulation.search import Range, Space, Tried
+from fednest_tff.simulation.tables import Row
 
 # Ticks of an axis for shares that come near 1.
 _SHARES = (0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
@@ -302,10 +302,10 @@ def write(
   lines = standings(outcomes, curve, larger_is_better, rounds, target)
   order = list(dict.fromkeys(line.method for line in lines))
   page = to_markdown(outcomes, lines, curve, title, about)
-  records.write_rows(
+  tables.write_rows(
       os.path.join(directory, 'leaderboard.csv'), standing_rows(lines)
   )
-  records.write_rows(
+  tables.write_rows(
       os.path.join(directory, 'trials.csv'), trial_rows(outcomes)
   )
   temporary = os.path.join(directory, 'leaderboard.md.tmp')

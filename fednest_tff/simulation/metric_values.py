@@ -3,7 +3,7 @@
 import statistics
 
 from fednest_tff.simulation import errors
-from fednest_tff.simulation.records import Row
+from fednest_tff.simulation.tables import Row
 
 # A trial's value is the mean of its last evaluations: single ones are noisy.
 _LAST_EVALUATIONS = 3

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fednest_tff import registry
-from fednest_tff.simulation.records import Row
+from fednest_tff.simulation.tables import Row
 
 if TYPE_CHECKING:  # Importing it takes as long as all of this package.
   from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from typing import IO
 from absl import logging
 
 from fednest_tff.simulation import checkpoints, errors, files, run_files
-from fednest_tff.simulation.records import METRICS
+from fednest_tff.simulation.tables import METRICS
 
 _LOCK = '.lock'
 _LONGEST_LOCK = 32  # Bytes: it holds the number of a process.

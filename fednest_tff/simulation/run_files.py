@@ -10,7 +10,8 @@ import stat
 
 from fednest_tff.simulation import checkpoints, errors, files
 from fednest_tff.simulation.manifest import MANIFEST
-from fednest_tff.simulation.records import METRICS, TENSORBOARD
+from fednest_tff.simulation.records import TENSORBOARD
+from fednest_tff.simulation.tables import METRICS
 from fednest_tff.simulation.weights import WEIGHTS
 
 CONFIG = 'config.json'

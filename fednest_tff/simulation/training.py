@@ -25,10 +25,10 @@ import tqdm
 from fednest_tff.federated.process import NestedState
 from fednest_tff.runtime.communication import communication_cost
 from fednest_tff.runtime.driver import Driver
-from fednest_tff.simulation import checkpoints, errors, records
+from fednest_tff.simulation import checkpoints, errors, records, tables
 from fednest_tff.simulation import weights as weights_lib
 from fednest_tff.simulation.manifest import Manifest, digest
-from fednest_tff.simulation.records import Row
+from fednest_tff.simulation.tables import Row
 from fednest_tff.structures import Value
 
 # What is trained: a process, or a driver that runs one round by round.
@@ -214,9 +214,9 @@ def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
     asyncio.set_event_loop(before)
 
 
-def _read_table(directory: str, manifest: Manifest) -> records.Table:
+def _read_table(directory: str, manifest: Manifest) -> tables.Table:
   """The metrics so far; what is damaged comes from the last checkpoint."""
-  table, damage = records.read_table(directory, manifest)
+  table, damage = tables.read_table(directory, manifest)
   if not damage:
     return table
   backup = checkpoints.newest_table(directory)
@@ -365,4 +365,4 @@ def train(
     # Also after the last epoch, so that a signal keeps the next run from
     # starting.
     stop_if_asked(epochs)
-  return records.read_rows(recorder.path)
+  return tables.read_rows(recorder.path)

@@ -12,7 +12,7 @@ import tensorflow_federated as tff
 
 from fednest_tff.runtime.communication import communication_cost
 from fednest_tff.simulation import client_work, training
-from fednest_tff.simulation.records import Row
+from fednest_tff.simulation.tables import Row
 from fednest_tff.simulation.training import Process, Trial
 from fednest_tff.structures import Value
 

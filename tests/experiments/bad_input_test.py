@@ -18,7 +18,7 @@ import tensorflow_federated as tff
 
 from experiments import report, runs
 from fednest_tff import data, simulation
-from fednest_tff.simulation import checkpoints, files, manifest, records
+from fednest_tff.simulation import checkpoints, files, manifest, tables
 from tests.helpers.binaries import EXPERIMENTS, command
 
 pytestmark = pytest.mark.usefixtures('default_context')
@@ -596,7 +596,7 @@ def test_not_finite(tmp_path, capfd, epochs):
 def test_not_finite_in_the_last_epoch(finished, capfd):
   """Killed after the row was written, before the message was."""
   found = manifest.Manifest(str(finished))
-  table, _ = records.read_table(str(finished), found)
+  table, _ = tables.read_table(str(finished), found)
   table.rows[-1]['outer_loss'] = 'nan'
   found.set_lines(table.lines())
   found.write()

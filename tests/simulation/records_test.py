@@ -12,7 +12,7 @@ import tensorflow as tf
 from experiments import report
 import fednest_tff
 from fednest_tff import simulation
-from fednest_tff.simulation import manifest, records
+from fednest_tff.simulation import manifest, records, tables
 
 COST = fednest_tff.CommunicationCost(4, 100, 60, 4.0, 100.0, 60.0)
 
@@ -144,7 +144,7 @@ def test_any_flipped_bit_of_the_metrics_is_found(tmp_path):
     flip(path, at)
     assert not simulation.is_complete(str(path), 3)
     line = sum(end <= at for end in ends)
-    table, damage = records.read_table(
+    table, damage = tables.read_table(
         str(tmp_path), manifest.Manifest(str(tmp_path))
     )
     assert len(table.rows) == max(0, line - 1)
@@ -209,13 +209,6 @@ def test_recorder_takes_numbers_beyond_float32(tmp_path):
   recorder = make_recorder(tmp_path)
   release(recorder, metrics(1, x_distance=1e200), 1)
   assert simulation.read_rows(recorder.path)[0]['x_distance'] == 1e200
-
-
-def test_rows_survive_writing_and_reading(tmp_path):
-  path = str(tmp_path / 'rows.csv')
-  rows = [{'epoch': 1, 'a': 0.1, 'm': 'x'}, {'epoch': 2, 'b': 1e-30}]
-  simulation.write_rows(path, rows)
-  assert simulation.read_rows(path) == rows
 
 
 def test_summarize():

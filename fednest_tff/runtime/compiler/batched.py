@@ -16,11 +16,11 @@ import tensorflow_federated as tff
 
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import (
-  chunks,
-  converters,
-  graphs,
-  side_by_side,
-  values,
+    chunks,
+    converters,
+    graphs,
+    side_by_side,
+    values,
 )
 from fednest_tff.runtime.compiler import rows as rows_lib
 from fednest_tff.runtime.compiler.broadcast import (

@@ -16,9 +16,9 @@ import tensorflow_federated as tff
 
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import (
-  converters,
-  fingerprints,
-  graph_rewriting,
+    converters,
+    fingerprints,
+    graph_rewriting,
 )
 from fednest_tff.runtime.compiler.graph_rewriting import node_name
 from fednest_tff.structures import Value

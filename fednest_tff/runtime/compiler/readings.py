@@ -22,11 +22,11 @@ import tensorflow_federated as tff
 
 from fednest_tff import structures
 from fednest_tff.runtime.compiler import (
-  datasets,
-  fingerprints,
-  graph_rewriting,
-  graphs,
-  values,
+    datasets,
+    fingerprints,
+    graph_rewriting,
+    graphs,
+    values,
 )
 from fednest_tff.structures import Value
 
