@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from experiments import networks
 import fednest_tff
 from fednest_tff.vector_space import Structure
 
@@ -46,44 +47,6 @@ def to_datasets(
   ]
 
 
-def _uniform(
-    shape: Sequence[int], bound: float, seed: int, salt: int, k: int
-) -> dict[str, tf.Tensor]:
-  """Layer k of network `salt`: weights and a bias, uniform in +-bound."""
-  key = tf.random.experimental.stateless_fold_in([seed, salt], k)
-  *inputs, outputs = shape
-  size = int(np.prod(inputs))
-  both = tf.random.stateless_uniform([size + 1, outputs], key, -bound, bound)
-  return {'weight': tf.reshape(both[:-1], shape), 'bias': both[-1]}
-
-
-def _initialize(sizes: Sequence[int], seed: int, salt: int) -> list[dict]:
-  """Dense layers of these widths, inputs first, within 1/sqrt(inputs)."""
-  return [
-      _uniform(pair, 1 / np.sqrt(pair[0]), seed, salt, k)
-      for k, pair in enumerate(zip(sizes, sizes[1:], strict=False))
-  ]
-
-
-def _dense(layer: dict, inputs: tf.Tensor) -> tf.Tensor:
-  return tf.nn.bias_add(inputs @ layer['weight'], layer['bias'])
-
-
-def _hidden(layers: list[dict], inputs: tf.Tensor) -> tf.Tensor:
-  for layer in layers:
-    inputs = tf.nn.relu(_dense(layer, inputs))
-  return inputs
-
-
-def _cross_entropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-  return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-
-
-def _penalty(ridge: float, variable: Structure) -> tf.Tensor:
-  squares = [tf.reduce_sum(leaf**2) for leaf in tf.nest.flatten(variable)]
-  return ridge * tf.add_n(squares)
-
-
 def _predictor(logits):
   """`predict` from `logits(x, y, images)`, part by part."""
 
@@ -118,18 +81,16 @@ class Classifier(NamedTuple):
   predict_outer: Callable[..., tf.Tensor]
 
 
-def _logits(layers: list[dict], images: tf.Tensor) -> tf.Tensor:
-  return _dense(layers[-1], _hidden(layers[:-1], images))
-
-
 def classifier(sizes: Sequence[int]) -> Classifier:
   """A classifier with layers of these widths, inputs first."""
   return Classifier(
-      lambda seed: _initialize(sizes, seed, 3),
-      lambda y, images, labels: _cross_entropy(_logits(y, images), labels),
-      _penalty,
-      _predictor(lambda x, y, images: _logits(y, images)),
-      _predictor(lambda x, y, images: _logits(x, images)),
+      lambda seed: networks.initialize(sizes, seed, 3),
+      lambda y, images, labels: networks.cross_entropy(
+          networks.logits(y, images), labels
+      ),
+      networks.penalty,
+      _predictor(lambda x, y, images: networks.logits(y, images)),
+      _predictor(lambda x, y, images: networks.logits(x, images)),
   )
 
 
@@ -150,10 +111,12 @@ def _with_head(
     return backbone(x, images), labels
 
   def outer_loss(x, y, features):
-    return tf.reduce_mean(_cross_entropy(_dense(y, features[0]), features[1]))
+    inputs, labels = features
+    losses = networks.cross_entropy(networks.dense(y, inputs), labels)
+    return tf.reduce_mean(losses)
 
   def inner_loss(x, y, features):
-    return outer_loss(x, y, features) + _penalty(ridge, y)
+    return outer_loss(x, y, features) + networks.penalty(ridge, y)
 
   def of_batch(loss):
     return lambda x, y, batch: loss(x, y, represent(x, batch))
@@ -163,13 +126,14 @@ def _with_head(
       outer_loss if declare_representation else of_batch(outer_loss),
       inner_loss if declare_representation else of_batch(inner_loss),
       init_outer,
-      lambda seed: _initialize(head, seed, 2)[0],
+      lambda seed: networks.initialize(head, seed, 2)[0],
       element_spec(num_pixels),
       split=split,
       representation=represent if declare_representation else None,
   )
   return LearningProblem(
-      problem, _predictor(lambda x, y, images: _dense(y, backbone(x, images)))
+      problem,
+      _predictor(lambda x, y, images: networks.dense(y, backbone(x, images))),
   )
 
 
@@ -195,8 +159,8 @@ def hyper_representation(
     The problem and its classifier.
   """
   return _with_head(
-      _hidden,
-      lambda seed: _initialize(sizes[:-1], seed, 1),
+      networks.hidden,
+      lambda seed: networks.initialize(sizes[:-1], seed, 1),
       sizes[0],
       (sizes[-2], sizes[-1]),
       ridge,
@@ -249,7 +213,9 @@ def convolutional_representation(
     # More rectified layers than the paper's network has: these bounds keep the
     # variance from layer to layer (He et al., 2015), or learning starts slowly.
     return [
-        _uniform(shape, np.sqrt(6 / np.prod(shape[:-1])), seed, 1, k)
+        networks.uniform_layer(
+            shape, np.sqrt(6 / np.prod(shape[:-1])), seed, 1, k
+        )
         for k, shape in enumerate(shapes)
     ]
 
@@ -259,7 +225,7 @@ def convolutional_representation(
       maps = tf.nn.conv2d(maps, layer['weight'], 1, 'SAME') + layer['bias']
       maps = tf.nn.max_pool2d(tf.nn.relu(maps), 2, 2, 'SAME')
     flat = tf.reshape(maps, [-1, np.prod(maps.shape[1:])])
-    return _hidden(x[-1:], flat)
+    return networks.hidden(x[-1:], flat)
 
   return _with_head(
       backbone,
@@ -331,7 +297,7 @@ def loss_tuning(
     # below 2, because the inner Hessian grows with its square and l has to
     # bound that; omega is positive without a bound, for the rarest classes.
     scaled = 2 * tf.sigmoid(x['scale']) * outputs + x['shift']
-    losses = _cross_entropy(scaled, labels)
+    losses = networks.cross_entropy(scaled, labels)
     if tune_class_weights:
       omega = tf.nn.softplus(x['weight']) / np.float32(np.log(2))
       losses *= tf.gather(omega, labels)
@@ -339,24 +305,25 @@ def loss_tuning(
 
   def outer_loss(x, y, batch):
     images, labels = batch
-    losses = _cross_entropy(_logits(y, images), labels)
+    losses = networks.cross_entropy(networks.logits(y, images), labels)
     return tf.reduce_mean(tf.gather(weights, labels) * losses)
 
   def inner_loss(x, y, batch):
     images, labels = batch
-    return vs_loss(x, _logits(y, images), labels) + _penalty(ridge, y)
+    tuned = vs_loss(x, networks.logits(y, images), labels)
+    return tuned + networks.penalty(ridge, y)
 
   names = ['scale', 'shift'] + ['weight'] * tune_class_weights
   problem = fednest_tff.bilevel(
       outer_loss,
       inner_loss,
       lambda seed: {name: tf.zeros([num_classes]) for name in names},
-      lambda seed: _initialize(sizes, seed, 3),
+      lambda seed: networks.initialize(sizes, seed, 3),
       element_spec(sizes[0]),
       split=split,
   )
   return LearningProblem(
-      problem, _predictor(lambda x, y, images: _logits(y, images))
+      problem, _predictor(lambda x, y, images: networks.logits(y, images))
   )
 
 
@@ -377,4 +344,4 @@ def balanced_accuracy(
 
 def mean_loss(logits: tf.Tensor, labels: np.ndarray) -> float:
   """The mean cross-entropy."""
-  return float(tf.reduce_mean(_cross_entropy(logits, labels)))
+  return float(tf.reduce_mean(networks.cross_entropy(logits, labels)))
