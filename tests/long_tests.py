@@ -188,7 +188,19 @@ LONG_TESTS = {
         'test_numbers_of_methods[personal]',
         'test_numbers_by_chunks',
     ),
-    'simulation/comparison_test.py': (ALL,),
+    'simulation/comparison_test.py': (
+        'test_every_method_has_as_many_trials',
+        'test_the_ablation_keeps_v_at_zero',
+        'test_tables_have_the_runs_numbers',
+        'test_run_again_it_reads_what_is_there',
+        'test_other_tuning_is_refused',
+        'test_killed_in_a_trial_it_ends_like_one_that_was_not',
+        'test_settings_are_in_the_directory',
+        'test_a_trial_counts_with_the_mean_over_its_seeds',
+        'test_killed_on_the_second_seed_a_trial_ends_like_one_that_was_not',
+        'test_a_trial_that_diverges_on_its_second_seed_diverged',
+        'test_a_distance_that_grows_without_bound_diverged',
+    ),
     'types_test.py': (ALL,),
 }
 

@@ -94,3 +94,19 @@ def test_local_steps_alone_stop_elsewhere():
   assert np.all(state.inner >= 0)
   np.testing.assert_allclose(np.sum(state.inner), 1, rtol=1e-12)
   assert np.linalg.norm(state.outer - x) > 1e-2
+
+
+def test_the_server_of_fed_mbo_projects_y():
+  """Its clients send gradients, and the server takes one step."""
+  problem = CASE.problem(
+      init_inner=1 / saddle.DIM,
+      project_inner=fednest_tff.projections.simplex(),
+  )
+  process = fednest_tff.build(
+      problem, 'fedmbo', inner_learning_rate=0.3, outer_learning_rate=0.2
+  )
+  state, _ = processes.run(process, CASE.datasets, 1)
+  x, y = START
+  step = y - 0.3 * (CASE.form.A @ y - CASE.form.B @ x - CASE.form.b)
+  assert abs(step.sum() - 1) > 0.1
+  np.testing.assert_allclose(state.inner, _on_simplex(step), rtol=1e-10)

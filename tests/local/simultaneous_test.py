@@ -162,30 +162,57 @@ def test_accumulate_without_steps():
   assert total.outer.shape == (quadratic.DX,)
 
 
-def test_projections_follow_every_step():
-  """x stays in the box where each step would leave it."""
-  client = one_client.read_client()
+class Boxed:
+  """What the steps read of a problem whose x is in a box."""
 
-  class Problem:
-    scalar_dtype = tf.float64
-    has_inner = True
-    project_outer = staticmethod(lambda x: tf.clip_by_value(x, -0.5, 0.5))
-    project_inner = staticmethod(lambda y: y)
+  scalar_dtype = tf.float64
+  has_inner = True
+  project_outer = staticmethod(lambda x: tf.clip_by_value(x, -0.5, 0.5))
+  project_inner = staticmethod(lambda y: y)
 
-  seen = []
+  def __init__(self):
+    self.seen = []
+    self.start = Point(double([0.0]), double([1.0]), ())
+    self.rates = Point(double(0.4), double(1.0), ())
+    self.steps = simultaneous.LocalSteps(
+        self, descent.LocalWork(steps=3), one_client.read_client(), seed_pair()
+    )
 
-  def direction(at, batch):
+  def direction(self, at, batch):
+    """Downwards along x, so that the third step would leave the box."""
     del batch
-    seen.append(at)
+    self.seen.append(float(at.outer[0]))
     return Point(tf.ones_like(at.outer), tf.zeros_like(at.inner), at.linear)
 
-  steps = simultaneous.LocalSteps(
-      Problem, descent.LocalWork(steps=3), client, seed_pair()
-  )
+
+def test_projections_follow_every_step():
+  problem = Boxed()
   total, weight = simultaneous.accumulate(
-      Problem, direction, Point(double([0.0]), double([1.0]), ()), steps,
-      Point(double(0.4), double(1.0), ()), lambda k, tau: 1.0,
+      problem, problem.direction, problem.start, problem.steps, problem.rates,
+      lambda k, tau: 1.0,
   )
-  np.testing.assert_allclose([at.outer[0] for at in seen], [0, -0.4, -0.5])
+  np.testing.assert_allclose(problem.seen, [0, -0.4, -0.5])
   np.testing.assert_allclose(total.outer, [3.0])
   assert weight == 3
+
+
+def test_projections_follow_every_corrected_step():
+  problem = Boxed()
+  end = simultaneous.corrected_steps(
+      problem, problem.direction, problem.start,
+      problem.direction(problem.start, None), problem.steps, problem.rates,
+  )
+  np.testing.assert_allclose(end.outer, [-0.5])
+  np.testing.assert_allclose(sorted(set(problem.seen)), [-0.5, -0.4, 0])
+
+
+def test_projections_follow_every_step_along_a_momentum():
+  problem = Boxed()
+  end, momentum = simultaneous.momentum_steps(
+      problem, problem.direction, problem.start,
+      problem.direction(problem.start, None), problem.steps, problem.rates,
+      double(0.5),
+  )
+  np.testing.assert_allclose(end.outer, [-0.5])
+  np.testing.assert_allclose(momentum.outer, [1.0])
+  np.testing.assert_allclose(sorted(set(problem.seen)), [-0.5, -0.4, 0])

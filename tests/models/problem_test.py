@@ -179,6 +179,18 @@ def test_weights_go_back_into_the_models_and_into_tff(made, trained):
     np.testing.assert_array_equal(a, b)
 
 
+def test_model_weights_are_those_of_x_and_then_of_y(made):
+  weights = fednest_tff.NestedWeights(X, Y)
+  trainable, others = made.to_model_weights(weights)
+  assert others == ()
+  for found, expected in zip(trainable, (*X, *Y), strict=True):
+    np.testing.assert_array_equal(found, expected)
+  back = made.to_nested_weights((trainable, others))
+  for part, expected in zip(back, (X, Y), strict=True):
+    for a, b in zip(part, expected, strict=True):
+      np.testing.assert_array_equal(a, b)
+
+
 def test_single_level_and_mappings():
   spec = collections.OrderedDict(x=SPEC[0], y=SPEC[1])
   backbone, _ = _keras()

@@ -287,3 +287,13 @@ def test_unknown_sizes_are_refused():
 
   with pytest.raises(ValueError, match='known shapes'):
     fednest_tff.communication_cost(computation)
+
+
+def test_bounds_of_a_secure_sum_are_not_sent():
+  @tff.federated_computation(
+      tff.FederatedType((np.int32, [3]), tff.CLIENTS)
+  )
+  def secure(value):
+    return tff.federated_secure_sum(value, 7)
+
+  assert fednest_tff.communication_cost(secure).bytes_up == 12

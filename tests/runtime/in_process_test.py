@@ -351,3 +351,41 @@ def test_calls_in_several_threads_do_not_mix():
   run(0)
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     assert list(pool.map(run, range(4))) == [(k, {12.0 * k}) for k in range(4)]
+
+
+def test_what_could_not_be_compiled_is_compiled_anew(monkeypatch):
+  runtime = in_process.InProcessRuntime()
+  build = in_process.lowering.build_function
+  errors = iter([RuntimeError('no memory')])
+
+  def fail_once(*arguments):
+    for error in errors:
+      raise error
+    return build(*arguments)
+
+  monkeypatch.setattr(in_process.lowering, 'build_function', fail_once)
+  with pytest.raises(RuntimeError, match='no memory'):
+    run_in_process(runtime, lambda: integers([1, 2]))
+  assert run_in_process(runtime, lambda: integers([1, 2]))[1] == 3
+
+
+@tff.tensorflow.computation(np.float32)
+def _finite(x):
+  return tf.debugging.check_numerics(x, 'not finite')
+
+
+@tff.federated_computation(at_clients(np.float32))
+def finite_sum(x):
+  return tff.federated_sum(tff.federated_map(_finite, x))
+
+
+@pytest.mark.parametrize('compiled', [True, False])
+def test_after_an_error_another_thread_can_call(compiled):
+  runtime = in_process.InProcessRuntime(compiled=compiled)
+  with pytest.raises(tf.errors.InvalidArgumentError, match='not finite'):
+    run_in_process(runtime, lambda: finite_sum([1.0, np.inf]))
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    call = pool.submit(
+        run_in_process, runtime, lambda: finite_sum([1.0, 2.0])
+    )
+    assert call.result(timeout=60) == 3.0

@@ -12,6 +12,7 @@ import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff.runtime import in_process
+from fednest_tff.runtime.compiler import side_by_side
 from tests.helpers import personal, processes, quadratic, reference
 from tests.runtime.comparison import at_clients, run_in_process
 
@@ -207,3 +208,20 @@ def test_errors_in_several_threads_are_those_of_the_computation():
 
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     list(pool.map(fail, range(40)))
+
+
+def test_clients_of_one_shape_are_not_looped_over(monkeypatch):
+  looped = []
+  map_clients = side_by_side.map_clients
+
+  def note(*arguments, **options):
+    looped.append(arguments)
+    return map_clients(*arguments, **options)
+
+  monkeypatch.setattr(side_by_side, 'map_clients', note)
+  for runtime, expected in (
+      (in_process.InProcessRuntime(), 0),
+      (in_process.InProcessRuntime(unroll=0), 1),
+  ):
+    assert run_in_process(runtime, lambda: checked_sum([1.0, 2.0])) == 3.0
+    assert len(looped) == expected

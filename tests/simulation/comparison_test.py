@@ -2,13 +2,16 @@
 
 import csv
 import json
+import os
 import signal
+import types
 
 import numpy as np
 import pytest
 
 from fednest_tff import simulation
 from fednest_tff.simulation import comparison
+from fednest_tff.simulation.search import Range, Search
 from tests.helpers import comparing
 
 RUNTIME = 'in_process'
@@ -202,3 +205,57 @@ def test_a_distance_that_grows_without_bound_diverged(tmp_path, monkeypatch):
   ).values()
   assert outcome.tried[0].outcome == 'finished'
   assert outcome.failures == {0: 'x_distance grew to 7e+68'}
+
+
+def try_once(directory, monkeypatch, train, plan=comparing.PLAN):
+  """A trial whose runs are calls of `train(report)`: its outcome."""
+  contest = types.SimpleNamespace(curve=simulation.Curve('d', 'distance'))
+  folder = types.SimpleNamespace(
+      join=lambda *parts: os.path.join(directory, *parts)
+  )
+  compared = comparison._Comparison(contest, plan, folder, num_entries=1)
+  runs = types.SimpleNamespace(train=lambda *arguments: train(arguments[-1]))
+  monkeypatch.setattr(compared, '_builder', lambda seed, method: runs)
+  searching = Search(
+      str(directory / 'search.db'), 'm', {'a': Range(0.1, 1.0, 0.5)}, False,
+      plan.tuning_rounds, seed=7,
+  )
+  compared._try(searching, 'm', simulation.Entry('M', 'm'))
+  (tried,) = searching.tried()
+  return tried
+
+
+def test_a_trial_ends_with_the_mean_of_its_seeds(tmp_path, monkeypatch):
+  values = iter([0.25, 0.75])
+  tried = try_once(
+      tmp_path, monkeypatch, lambda report: [{'epoch': 1, 'd': next(values)}],
+      TWO_SEEDS,
+  )
+  assert (tried.outcome, tried.value) == ('finished', 0.5)
+
+
+def test_a_trial_that_is_worse_than_others_is_stopped(tmp_path, monkeypatch):
+  monkeypatch.setattr(
+      'fednest_tff.simulation.search.RunningTrial.report',
+      lambda self, rounds, value: value > 0.5,
+  )
+  told = []
+
+  def train(report):
+    for rounds, value in enumerate([0.4, 0.6, 0.3], start=1):
+      told.append(value)
+      report(rounds, {'d': value})
+    return [{'epoch': 1, 'd': 0.3}]
+
+  assert try_once(tmp_path, monkeypatch, train).outcome == 'stopped'
+  assert told == [0.4, 0.6]
+
+
+def test_a_trial_that_is_not_finite_diverged(tmp_path, monkeypatch):
+  def train(report):
+    if report is None:  # Only the first seed can be stopped.
+      raise simulation.NonFiniteError('x is not finite')
+    return [{'epoch': 1, 'd': 0.3}]
+
+  tried = try_once(tmp_path, monkeypatch, train, TWO_SEEDS)
+  assert (tried.outcome, tried.reason) == ('diverged', 'x is not finite')

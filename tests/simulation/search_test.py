@@ -107,3 +107,13 @@ def test_without_a_finished_trial_there_is_no_best(tmp_path):
   searching.next().diverge('at once')
   assert searching.best() is None and len(searching.tried()) == 1
   assert open_search(tmp_path, 'third').tried() == []
+
+
+def test_the_best_distance_is_the_smallest(tmp_path):
+  searching = Search(
+      str(tmp_path / 'search.db'), 'm', SPACE, False, 8, seed=7
+  )
+  for value in (0.7, 0.2, 0.9):
+    searching.next().finish(value)
+  searching.next().diverge('at once')
+  assert searching.best() == searching.tried()[1]

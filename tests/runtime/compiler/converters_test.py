@@ -159,9 +159,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_rows(name):
-  function, arguments = CASES[name]
+def run_at_once(function, arguments):
+  """The function of all rows, vectorised."""
   specs = [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in arguments]
 
   @tf.function(input_signature=specs, autograph=False)
@@ -176,9 +175,32 @@ def test_rows(name):
     return converters.vectorized_map(compute, stacked)
 
   (found,) = at_once(*arguments)
+  return found
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_rows(name):
+  function, arguments = CASES[name]
+  found = run_at_once(function, arguments)
   rows = zip(*arguments, strict=True)
   expected = [function(*map(tf.constant, row)) for row in rows]
   np.testing.assert_allclose(found, np.stack(expected), rtol=1e-6)
+
+
+def test_draws_need_no_loop_over_the_rows(monkeypatch):
+  """TensorFlow has no converter for them, and would loop."""
+  looped = []
+  fall_back = converters.pfor._fallback_converter
+
+  def note(pfor_input, *arguments, **options):
+    looped.append(pfor_input.op_type)
+    return fall_back(pfor_input, *arguments, **options)
+
+  monkeypatch.setattr(converters.pfor, '_fallback_converter', note)
+  run_at_once(*CASES['draws'])
+  assert looped == []
+  run_at_once(*CASES['draws of another distribution'])
+  assert looped == ['StatelessRandomNormalV2']
 
 
 def test_a_label_that_is_no_class_is_refused():
