@@ -49,12 +49,8 @@ class Experiment(NamedTuple):
   baselines: dict[str, Baseline] = {}
   presets: dict[str, Flags] = {}
 
-  def _preset(self, name: str | None, methods: list[str]) -> Flags:
-    """The defaults of a preset, and its name; none if there are no presets.
-
-    Presets were made for the methods of the registry: one from elsewhere keeps
-    the defaults that it has.
-    """
+  def _preset(self, name: str | None) -> Flags:
+    """The defaults of a preset, and its name; none if there are no presets."""
     if not self.presets:
       return {}
     name = name or next(iter(self.presets))
@@ -62,14 +58,24 @@ class Experiment(NamedTuple):
       raise settings_lib.SettingsError(
           f'--preset={name} is none of {", ".join(self.presets)}'
       )
-    kept = {
-        option
-        for method in methods if ':' in method
-        for option, default in self._options_of(method).items()
-        if default is not None
+    return self.presets[name] | {'preset': name}
+
+  def _own_defaults(self, methods: list[str], given: Flags) -> Flags:
+    """Defaults that methods from elsewhere keep, by method and option.
+
+    The defaults of experiments were chosen for the methods of this library.
+    """
+    found = {
+        method: {
+            option: default
+            for option, default in self._options_of(method).items()
+            if default is not None and option not in given
+        }
+        for method in methods
+        if method not in self.baselines
+        and not registry.get_method(method).is_built_in
     }
-    chosen = {k: v for k, v in self.presets[name].items() if k not in kept}
-    return chosen | {'preset': name}
+    return found
 
   def resolve(self, given: Flags) -> Settings:
     """All settings, from those that were chosen."""
@@ -85,7 +91,7 @@ class Experiment(NamedTuple):
       name = f'{name} --problem={problem}'
     methods = {**settings_lib.COMMON, **defaults, **given}['method']
     self._check_methods(methods)
-    defaults |= self._preset(given.get('preset'), methods)
+    defaults |= self._preset(given.get('preset'))
     wanted = self._options(methods)
     every = self._options(self.methods())
     plain = {
@@ -94,12 +100,22 @@ class Experiment(NamedTuple):
     }
     if given.keys() & every.keys() - wanted.keys():
       name = f'{name} --method={",".join(methods)}'
-    return settings_lib.resolve(
-        name,
-        plain
-        | {key: defaults.get(key, default) for key, default in wanted.items()},
-        given,
-    )
+    own = self._own_defaults(methods, given)
+    kept = set()
+    if len(own) == len(methods):  # Nobody needs the experiment's defaults.
+      kept = settings_lib.METHOD_FLAGS.intersection(*own.values())
+    wanted = {
+        key: value if key in kept else defaults.get(key, value)
+        for key, value in wanted.items()
+    }
+    settings = settings_lib.resolve(name, plain | wanted, given)
+    differ = {
+        method: {key: v for key, v in options.items() if wanted[key] != v}
+        for method, options in own.items()
+    }
+    if any(differ.values()):
+      settings.own_defaults = differ
+    return settings
 
   def _options(self, methods: list[str]) -> Flags:
     """The options of methods that have an effect here, with their defaults.
@@ -174,7 +190,11 @@ class Experiment(NamedTuple):
     for problem in problems:
       variant = {} if problem is None else self.variants[problem]
       every = settings_lib.COMMON | options | self.defaults
-      every |= self._preset(None, self.methods()) | variant
+      every |= self._preset(None) | variant
+      for kept in self._own_defaults(self.methods(), {}).values():
+        for name, default in kept.items():
+          if every[name] != default:
+            every[name] = None  # There is no common one.
       for name, default in every.items():
         found[name][problem] = default
     return dict(found)

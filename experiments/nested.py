@@ -62,6 +62,7 @@ def build(
       for name, value in vars(settings).items()
       if name in known and value is not None
   }
+  chosen |= vars(settings).get('own_defaults', {}).get(method, {})
   if 'inner_local_steps' in chosen:
     chosen.pop('inner_local_epochs', None)
   if 'local_epochs' in chosen:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 import dataclasses
 import difflib
 import inspect
+import numbers
 import re
 import sys
 import types
 import typing
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeGuard, TypeVar
 
 REQUIRED = inspect.Parameter.empty
 _FLAG_TYPES = (bool, int, float, str)
@@ -143,7 +144,8 @@ def options_of(builder: Callable[..., object]) -> dict[str, list[Option]]:
           f'`{builder.__name__}` must name its options; it has'
           f' `{parameter}`.'
       )
-    annotation = hints.get(parameter.name, str)
+    # Without an annotation, an option has the type of its default.
+    annotation = hints.get(parameter.name, type(parameter.default))
     group = _group_of(annotation)
     if group is None:
       found.setdefault(parameter.name, []).append(
@@ -226,9 +228,14 @@ def arguments_of(
   return arguments
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+  """Whether a value is an integer, be it Python's or NumPy's."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def check_count(name: str, value: object) -> None:
   """Refuses a `value` that is no positive integer."""
-  if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+  if not is_integer(value) or value < 1:
     raise ValueError(f'`{name}` must be a positive integer; got {value!r}.')
   if value > _LARGEST_COUNT:
     raise ValueError(f'`{name}` must be at most {_LARGEST_COUNT}; got {value}.')
@@ -245,11 +252,11 @@ def check_positive(name: str, value: object, alternative: str = '') -> float:
   Returns:
     The number.
   """
-  if isinstance(value, bool) or not isinstance(value, (int, float)):
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
     kind = ' '.join(['a positive number', alternative]).strip()
     raise ValueError(f'`{name}` must be {kind}; got {value!r}.')
   # An integer may be too large for a float.
-  if not 0 < value <= sys.float_info.max:
+  if not 0 < value <= sys.float_info.max:  # type: ignore[operator]
     raise ValueError(f'`{name}` must be positive and finite; got {value}.')
   return float(value)
 

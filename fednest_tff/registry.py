@@ -31,6 +31,7 @@ Builder = Callable[..., NestedProcess]
 # Kinds of problems; most methods are defined for all of them.
 _NESTED = ('bilevel', 'minimax', 'compositional', 'single_level')
 _IMPORTABLE = r'\w+(\.\w+)*:\w+'  # package.module:builder
+_NAME = r'[\w:-][\w.:-]*'  # Files are named after methods.
 
 
 class RegisteredMethod(NamedTuple):
@@ -53,6 +54,11 @@ class RegisteredMethod(NamedTuple):
   summary: str
   rounds: str
   kinds: tuple[str, ...]
+
+  @property
+  def is_built_in(self) -> bool:
+    """Whether it is one of this library's own."""
+    return self.builder.__module__.partition('.')[0] == __package__
 
   @property
   def options(self) -> dict[str, list[Option]]:
@@ -83,14 +89,30 @@ def register(
       others; comparisons leave the method out there.
 
   Raises:
-    ValueError: If another builder has that name, or options cannot be read.
+    ValueError: If another builder has that name, it has no option `seed`, or
+      its options cannot be read.
   """
+  if not re.fullmatch(_NAME, str(name)):
+    raise ValueError(
+        f'`name` must have letters, digits, "_", "-", "." and ":" only; got'
+        f' {name!r}.'
+    )
   known = _METHODS.get(name)
   if known is not None and known.builder is not builder:
     raise ValueError(f'`name` {name!r} is registered for another method.')
   if not callable(builder):
     raise ValueError(f'`builder` must be a function; got {builder!r}.')
-  options_lib.options_of(builder)
+  if 'seed' not in options_lib.options_of(builder):
+    raise ValueError(
+        f'`{builder.__name__}` must have a parameter `seed: int` after the'
+        ' problem.'
+    )
+  unknown = sorted({*kinds} - {*_NESTED, 'personal'})
+  if unknown or isinstance(kinds, str):
+    raise ValueError(
+        f'`kinds` must be some of {", ".join(_NESTED)} and personal; got'
+        f' {kinds!r}.'
+    )
   summary = (builder.__doc__ or '').strip().split('\n')[0]
   _METHODS[name] = RegisteredMethod(
       name, builder, label or name, summary, rounds, tuple(kinds)
@@ -134,6 +156,11 @@ def _import(name: str) -> None:
     raise ValueError(
         f'`method` {name!r} cannot be imported: {error}.'
     ) from error
+  except (Exception, SystemExit) as error:
+    raise ValueError(
+        f'`method` {name!r} fails when it is imported:'
+        f' {type(error).__name__}: {error}'
+    ) from error
   if name in _METHODS:  # The module has registered it itself.
     return
   builder = getattr(module, attribute, None)
@@ -169,7 +196,13 @@ def build(
   """
   found = get_method(method)
   arguments = options_lib.arguments_of(found.builder, method, options)
-  return found.builder(problem, **arguments)
+  process = found.builder(problem, **arguments)
+  if not hasattr(process, 'next'):
+    raise ValueError(
+        f'`{found.builder.__name__}` must return a process, as'
+        f' `fednest_tff.build_process` makes them; got {process!r}.'
+    )
+  return process
 
 
 def to_markdown() -> str:

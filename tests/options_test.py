@@ -4,6 +4,7 @@ from collections.abc import Callable
 import dataclasses
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from fednest_tff import options
@@ -193,3 +194,10 @@ def test_step_sizes_are_positive_and_finite(bad):
   assert str(caught.value) == message
   found = [options.check_positive('rate', good) for good in (1, 1e-9)]
   assert found == [1.0, 1e-9] and type(found[0]) is float
+
+
+def test_integers_of_numpy_are_integers():
+  options.check_count('count', np.int64(3))
+  for wrong in (np.int64(0), np.float64(3.0), np.bool_(True), True):
+    with pytest.raises(ValueError, match='`count` must be a positive integer'):
+      options.check_count('count', wrong)

@@ -4,6 +4,7 @@ import inspect
 import pathlib
 import re
 import sys
+import types
 
 import pytest
 
@@ -35,7 +36,8 @@ def build_mine(
     strength: How strong it is.
     seed: Of nothing.
   """
-  return problem, inner_learning_rate, strength, seed
+  arguments = problem, inner_learning_rate, strength, seed
+  return types.SimpleNamespace(next=None, arguments=arguments)
 
 
 # ---- What is in it ----------------------------------------------------------
@@ -135,7 +137,7 @@ def test_register():
 def test_build_is_the_front_door():
   fednest_tff.register('mine', build_mine)
   built = fednest_tff.build('a problem', 'mine', inner_learning_rate=0.1)
-  assert built == ('a problem', 0.1, 2.0, 0)
+  assert built.arguments == ('a problem', 0.1, 2.0, 0)
   with pytest.raises(ValueError, match='`inner_rounds` is no option of mine'):
     fednest_tff.build(0, 'mine', inner_learning_rate=0.1, inner_rounds=1)
   with pytest.raises(
@@ -172,7 +174,36 @@ def test_what_cannot_be_registered():
     fednest_tff.register('three', 3)
   with pytest.raises(ValueError, match='`<lambda>` must name its options'):
     fednest_tff.register('all', lambda problem, **options: None)
+  with pytest.raises(ValueError, match='`<lambda>` must have a parameter `see'):
+    fednest_tff.register('seedless', lambda problem: None)
+  for name in ('', 'a,b', '../a', '.a', 5.5 + 1j):
+    with pytest.raises(ValueError, match='`name` must have letters, digits'):
+      fednest_tff.register(name, build_mine)
+  for kinds in ('bilevel', ['bilevel', 'trilevel']):
+    with pytest.raises(ValueError, match='`kinds` must be some of bilevel, '):
+      fednest_tff.register('mine', build_mine, kinds=kinds)
   assert registry.method_names() == fednest_tff.METHODS
+
+
+@pytest.mark.parametrize('built', [None, 'a process', dict])
+def test_a_builder_must_return_a_process(built):
+  def build_nothing(problem, *, seed: int = 0):
+    return built
+
+  fednest_tff.register('nothing', build_nothing)
+  with pytest.raises(ValueError, match='`build_nothing` must return a process'):
+    fednest_tff.build(quadratic.build_problem(), 'nothing')
+
+
+def test_options_without_annotations_have_the_types_of_their_defaults():
+  def build_plain(problem, mood=0.5, count=3, name='a', other=None, seed=0):
+    return problem, mood, count, name, other, seed
+
+  fednest_tff.register('plain', build_plain)
+  found = fednest_tff.get_method('plain').options
+  assert {name: places[0].flag_type for name, places in found.items()} == {
+      'mood': float, 'count': int, 'name': str, 'other': None, 'seed': int
+  }
 
 
 @pytest.mark.parametrize(
@@ -190,12 +221,14 @@ def test_unknown_method(name):
 # ---- By 'package.module:builder' --------------------------------------------
 
 MODULE = '''
+import types
+
 import fednest_tff
 
 
-def build_own(problem, *, inner_learning_rate: float):
+def build_own(problem, *, inner_learning_rate: float, seed: int = 0):
   """Own: nothing much."""
-  return problem, inner_learning_rate
+  return types.SimpleNamespace(next=None, arguments=(problem, seed))
 '''
 
 
@@ -210,6 +243,8 @@ def package(tmp_path, monkeypatch):
       MODULE + "\n\nfednest_tff.register('own', build_own, label='The Own')\n"
   )
   (folder / 'broken.py').write_text('import no_such_module\n')
+  (folder / 'raising.py').write_text('1 / 0\n')
+  (folder / 'leaving.py').write_text('raise SystemExit(5)\n')
   monkeypatch.syspath_prepend(str(tmp_path))
   yield folder
   for name in [n for n in sys.modules if n.split('.')[0] == folder.name]:
@@ -220,13 +255,13 @@ def package(tmp_path, monkeypatch):
 def test_a_method_by_its_module():
   name = 'some_package.own:build_own'
   built = fednest_tff.build('a problem', name, inner_learning_rate=0.1)
-  assert built == ('a problem', 0.1)
+  assert built.arguments == ('a problem', 0)
   method = fednest_tff.get_method(name)
   assert (method.name, method.label) == (name, 'own')
   assert registry.method_names() == (*fednest_tff.METHODS, name)
   assert fednest_tff.get_method(name) is method
-  with pytest.raises(ValueError, match=f'`seed` is no option of {name}'):
-    fednest_tff.build(0, name, inner_learning_rate=0.1, seed=1)
+  with pytest.raises(ValueError, match=f'`mood` is no option of {name}'):
+    fednest_tff.build(0, name, inner_learning_rate=0.1, mood=1)
 
 
 @pytest.mark.usefixtures('package')
@@ -244,6 +279,8 @@ def test_a_module_may_register_its_method_itself():
     [
         ('some_package.none:build', "cannot be imported: .* 'some_package.no"),
         ('some_package.broken:build', "cannot be imported: .* 'no_such_mo"),
+        ('some_package.raising:build', 'fails when it is imported: ZeroDiv'),
+        ('some_package.leaving:build', 'fails when it is imported: SystemE'),
         ('some_package.own:missing', "some_package.own has no 'missing'"),
     ],
 )

@@ -4,7 +4,7 @@
   v <- v - beta  mean_i (grad^2_y g_i v - grad_y f_i)       v -> H^-1 grad_y f
   x <- x - alpha mean_i (grad_x f_i - grad^2_xy g_i v)
 
-One communication round per epoch, full batches; v is the method's own state.
+One round per epoch, full batches; v is the method's own state, and y is free.
 """
 
 from typing import NamedTuple
@@ -15,14 +15,13 @@ import tensorflow_federated as tff
 import fednest_tff
 from fednest_tff import vector_space
 from fednest_tff.local import derivatives
-from fednest_tff.vector_space import Structure
 
 
 class Point(NamedTuple):
   """The message to the clients: (x, y, v)."""
-  outer: Structure
-  inner: Structure
-  v: Structure
+  outer: vector_space.Structure
+  inner: vector_space.Structure
+  v: vector_space.Structure
 
 
 class Soba(fednest_tff.Method):
@@ -62,7 +61,8 @@ class Soba(fednest_tff.Method):
     point = Point(*variables)  # The method's own variable is v.
     mean = do.round(self._round, point)
     do.measure(**mean.metrics)
-    beta, alpha = plan.numbers.values()
+    beta = plan.numbers['inner_learning_rate']
+    alpha = plan.numbers['outer_learning_rate']
     return fednest_tff.Variables(
         *do.server(self._step, point, mean.value, beta, alpha))
 

@@ -84,7 +84,7 @@ def learning_rates(
 
 
 def _check_schedule(name: str, schedule: Schedule) -> None:
-  """Refuses a function that gives no number for the first epoch."""
+  """Refuses a function that gives no step size for the first epoch."""
   options.check_function(name, schedule, 'epoch')
   try:
     value = schedule(tf.constant(0))
@@ -97,11 +97,20 @@ def _check_schedule(name: str, schedule: Schedule) -> None:
     number = np.asarray(value, np.float64)
   except (OverflowError, TypeError, ValueError):
     number = np.full(2, np.nan)
-  if number.ndim or not np.isfinite(number):
+  if isinstance(value, str) or number.ndim or not 0 <= number < np.inf:
     raise ValueError(
-        f'`{name}` as a function of the epoch must return a finite number; got'
-        f' {value!r}.'
+        f'`{name}` as a function of the epoch must return a finite number, not'
+        f' below 0; got {value!r}.'
     )
+  with tf.Graph().as_default():
+    try:
+      schedule(tf.compat.v1.placeholder(tf.int32, []))
+    except Exception as error:
+      raise ValueError(
+          f'`{name}` fails for an epoch that is a tensor in a graph, where'
+          ' `tf.where` stands for `if`:'
+          f' {type(error).__name__}: {" ".join(str(error).split())}'
+      ) from error
 
 
 def _scheduled(

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_federated as tff
 
-from fednest_tff import vector_space
+from fednest_tff import options, vector_space
 from fednest_tff.federated.method import Method, Numbers, Plan, Variables
 from fednest_tff.federated.rounds import (
     Executor,
@@ -90,9 +90,10 @@ class NestedProcess(tff.learning.templates.LearningProcess):
 
   def __repr__(self) -> str:
     """The method, its rounds per epoch and the problem."""
-    name = type(self.method).__name__
+    name, count = type(self.method).__name__, len(self.sent_rounds)
+    rounds = 'round' if count == 1 else 'rounds'
     return (
-        f'<NestedProcess, {name}: {len(self.sent_rounds)} rounds per epoch,'
+        f'<NestedProcess, {name}: {count} {rounds} per epoch,'
         f' {self.method.types.problem!r}>'
     )
 
@@ -189,7 +190,7 @@ def build_process(method: Method, seed: int) -> NestedProcess:
   Returns:
     A `NestedProcess`.
   """
-  if isinstance(seed, bool) or not isinstance(seed, int):
+  if not options.is_integer(seed):
     raise ValueError(f'`seed` must be an integer; got {seed!r}.')
   if not -(2**63) <= seed < 2**63:
     raise ValueError(f'`seed` must fit into 64 bits; got {seed}.')

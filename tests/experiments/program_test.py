@@ -184,14 +184,16 @@ def test_defaults_of_methods_that_differ_stay_the_methods_own(
   # Presets leave the defaults of a method from elsewhere alone.
   assert resolve(dict(method=[own])).neumann_terms == 9
   both = resolve(dict(method=[own, 'fednest']))
-  assert both.neumann_terms is None
+  assert both.neumann_terms == 1 and both.inner_learning_rate is not None
   monkeypatch.setattr(
       fednest_tff, 'build', lambda problem, method, **options: options
   )
-  for method in (own, 'fednest'):
-    assert 'neumann_terms' not in nested.build(None, method, both, 0)
+  for method, expected in ((own, 9), ('fednest', 1)):
+    options = nested.build(None, method, both, 0)
+    assert options['neumann_terms'] == expected
   given = resolve(dict(method=[own, 'fednest'], neumann_terms=3))
-  assert nested.build(None, 'fednest', given, 0)['neumann_terms'] == 3
+  for method in (own, 'fednest'):
+    assert nested.build(None, method, given, 0)['neumann_terms'] == 3
   # A flag of the experiment stays one if a method has an option of its name.
   assert resolve(dict(method=['fednest'])).ridge == 0.0005
 

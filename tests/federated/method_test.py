@@ -48,14 +48,30 @@ def test_a_schedule_has_a_factor():
         (True, '`alpha` must be a positive number or a function of the epoch;'
                ' got True.'),
         (lambda epoch: 10**400, '`alpha` as a function of the epoch must return'
-                                f' a finite number; got {10**400}.'),
+                                ' a finite number, not below 0; got'
+                                f' {10**400}.'),
+        (lambda epoch: '0.1', '`alpha` as a function of the epoch must return a'
+                              " finite number, not below 0; got '0.1'."),
+        (lambda epoch: -0.1, '`alpha` as a function of the epoch must return a'
+                             ' finite number, not below 0; got -0.1.'),
     ],
-    ids=range(5),
+    ids=range(7),
 )  # fmt: skip
 def test_bad_step_sizes_are_named(bad, message):
   with pytest.raises(ValueError) as caught:
     fednest_tff.learning_rates(beta=0.1, alpha=bad)
   assert str(caught.value) == message
+
+
+def test_a_schedule_must_work_in_a_graph():
+  with pytest.raises(ValueError, match='`alpha` fails .* `tf.where` stands'):
+    fednest_tff.learning_rates(alpha=lambda epoch: 0.1 if epoch < 5 else 0.01)
+
+
+@pytest.mark.parametrize('number', [np.float32(0.5), np.float64(0.5)])
+def test_a_step_size_may_be_a_number_of_numpy(number):
+  found = fednest_tff.learning_rates(alpha=number)
+  assert found['alpha'].initial == 0.5
 
 
 def test_a_step_size_may_be_allowed_to_be_zero():
