@@ -161,6 +161,11 @@ class SimFBO(simultaneous.SimultaneousMethod):
       if problem.is_implicit:
         v = projections.to_ball(after.linear, radius)
         after = after._replace(linear=v)
+      after = vector_space.check_finite(
+          after,
+          f'{name}: the server\'s new point is not finite. Try smaller learning'
+          ' rates',
+      )
       state = state._replace(linear=after.linear, optimizers=optimizers)
       norms = update_norms(before, after)
       return after.outer, after.inner, state, norms

@@ -473,6 +473,13 @@ def test_clipping_bounds_what_is_sent():
   assert moved == pytest.approx(0.5, rel=1e-5)
 
 
+def test_a_step_size_that_is_no_number_is_noticed():
+  process = build()
+  state = with_numbers(process, outer_learning_rate=np.nan)
+  with pytest.raises(Exception, match="SimFBO: the server's new point is not"):
+    process.next(state, DATASETS)
+
+
 def test_a_step_size_of_zero_freezes_v():
   """The ablation without the indirect gradient: x follows grad_x f alone."""
   process = build(local_steps=1)
