@@ -34,6 +34,17 @@ def at_server(member):
   return tff.FederatedType(member, tff.SERVER)
 
 
+@tff.tensorflow.computation(np.float32)
+def _checked(x):
+  return tf.debugging.check_numerics(x, 'not finite')
+
+
+@tff.federated_computation(at_clients(np.float32))
+def checked_sum(x):
+  """A sum that fails if a client's number is not finite."""
+  return tff.federated_sum(tff.federated_map(_checked, x))
+
+
 def _leaves(value):
   """(description of the container or leaf type, leaf) in order."""
   if isinstance(value, tf.data.Dataset):

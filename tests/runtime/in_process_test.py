@@ -18,6 +18,7 @@ from tests.helpers import quadratic, small_problems
 from tests.runtime.comparison import (
     assert_like_native,
     at_clients,
+    checked_sum,
     run_in_process,
 )
 
@@ -370,25 +371,15 @@ def test_what_could_not_be_compiled_is_compiled_anew(monkeypatch):
   assert run_in_process(runtime, lambda: integers([1, 2]))[1] == 3
 
 
-@tff.tensorflow.computation(np.float32)
-def _finite(x):
-  return tf.debugging.check_numerics(x, 'not finite')
-
-
-@tff.federated_computation(at_clients(np.float32))
-def finite_sum(x):
-  return tff.federated_sum(tff.federated_map(_finite, x))
-
-
 @pytest.mark.parametrize('compiled', [True, False])
 def test_after_an_error_another_thread_can_call(compiled):
   runtime = in_process.InProcessRuntime(compiled=compiled)
   with pytest.raises(tf.errors.InvalidArgumentError, match='not finite'):
-    run_in_process(runtime, lambda: finite_sum([1.0, np.inf]))
+    run_in_process(runtime, lambda: checked_sum([1.0, np.inf]))
   found = []
   other = threading.Thread(
       target=lambda: found.append(
-          run_in_process(runtime, lambda: finite_sum([1.0, 2.0]))
+          run_in_process(runtime, lambda: checked_sum([1.0, 2.0]))
       ),
       daemon=True,  # It may wait for ever.
   )

@@ -14,7 +14,7 @@ import tensorflow_federated as tff
 from fednest_tff.runtime import in_process
 from fednest_tff.runtime.compiler import side_by_side
 from tests.helpers import personal, processes, quadratic, reference
-from tests.runtime.comparison import at_clients, run_in_process
+from tests.runtime.comparison import at_clients, checked_sum, run_in_process
 
 SETTINGS = reference.Settings(
     alpha=0.1, beta=0.15, inner_rounds=1, inner_steps=2, outer_steps=2,
@@ -178,16 +178,6 @@ def test_shapes_that_depend_on_values():
   for _ in range(2):
     found = run_in_process(runtime, lambda: vectors([2, 0, 3]))
     assert [v.tolist() for v in found] == [[1.0] * 2, [], [1.0] * 3]
-
-
-@tff.tensorflow.computation(np.float32)
-def checked(x):
-  return tf.debugging.check_numerics(x, 'not finite')
-
-
-@tff.federated_computation(at_clients(np.float32))
-def checked_sum(x):
-  return tff.federated_sum(tff.federated_map(checked, x))
 
 
 def test_errors_are_those_of_the_computation():
