@@ -4,7 +4,7 @@
   v <- v - beta  mean_i (grad^2_y g_i v - grad_y f_i)       v -> H^-1 grad_y f
   x <- x - alpha mean_i (grad_x f_i - grad^2_xy g_i v)
 
-One round per epoch, full batches; v is the method's own state, and y is free.
+One round per epoch, full batches; v is the method's own state; no limits on y.
 """
 
 from typing import NamedTuple

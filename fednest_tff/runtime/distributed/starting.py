@@ -1,6 +1,6 @@
-"""How a Ray cluster is started on this machine, where Ray's ways are not ours.
+"""Contexts in which a Ray cluster is started on this machine.
 
-Each function is a context to start it in.
+Each of them changes what Ray does by default while the cluster starts.
 """
 
 from collections.abc import Iterator
