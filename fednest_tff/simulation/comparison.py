@@ -11,9 +11,11 @@ import json
 import os
 import shutil
 import statistics
+import sys
 from typing import Any
 
 import tensorflow_federated as tff
+import tqdm
 
 from fednest_tff.simulation import (
     client_work,
@@ -110,6 +112,12 @@ class _Comparison:
   def _title(self, offset: int, label: str, what: str) -> str:
     return f'[{self._position + offset}/{self._total}] {label}, {what}'
 
+  def _tell(self, title: str, outcome: str | float) -> None:
+    """Prints a line about a run that has ended, also where no bar is shown."""
+    if isinstance(outcome, float):
+      outcome = f'{self._contest.curve.column} {outcome:.4g}'
+    tqdm.tqdm.write(f'{title}: {outcome}', file=sys.stderr)
+
   def outcome(self, k: int, name: str, entry: Entry) -> Outcome:
     """Tunes and runs the k-th method, or reads what is there."""
     plan = self._plan
@@ -178,6 +186,8 @@ class _Comparison:
     """
     plan, column = self._plan, self._contest.curve.column
     trial = search.next()
+    title = self._title(trial.number, entry.label, f'trial {trial.number + 1}')
+    outcome: str | float
     found, paths = [], []
 
     def report(rounds: int, numbers: dict[str, float]) -> None:
@@ -196,17 +206,21 @@ class _Comparison:
             paths[-1],
             name,
             seed,
-            self._title(trial.number, entry.label, f'trial {trial.number + 1}'),
+            title,
             None if k else report,
         )
         check_growth(rows, column)
         found.append(value_of(rows, column))
     except _StopTrialError:
       trial.stop()
+      outcome = 'stopped early'
     except errors.NonFiniteError as error:
       trial.diverge(str(error))
+      outcome = 'diverged'
     else:
-      trial.finish(statistics.fmean(found))
+      outcome = statistics.fmean(found)
+      trial.finish(outcome)
+    self._tell(title, outcome)
     # The metrics stay.
     for path in paths:
       for left in (CHECKPOINTS, records.TENSORBOARD):
@@ -229,8 +243,10 @@ class _Comparison:
     if os.path.exists(failed):
       with open(failed) as file:
         return bounded(rows, column), json.load(file)
+    title = self._title(plan.budget + seed, entry.label, f'seed {seed}')
+    is_new = len(rows) < epochs_of(plan.rounds, facts.rounds_per_epoch)
     try:
-      if len(rows) < epochs_of(plan.rounds, facts.rounds_per_epoch):
+      if is_new:
         with errors.file_errors(path):
           files.write_json(os.path.join(path, _HPARAMS), dict(hparams))
         rows = self._builder(seed, entry.method).train(
@@ -240,12 +256,15 @@ class _Comparison:
             path,
             name,
             seed,
-            self._title(plan.budget + seed, entry.label, f'seed {seed}'),
+            title,
         )
       check_growth(rows, column)
+      if is_new:
+        self._tell(title, rows[-1][column])
     except errors.NonFiniteError as error:
       with errors.file_errors(path):
         files.write_json(failed, str(error))
+      self._tell(title, 'diverged')
       rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
       return bounded(rows, column), str(error)
     return rows, None

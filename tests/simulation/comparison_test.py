@@ -94,6 +94,22 @@ def test_run_again_it_reads_what_is_there(compared, monkeypatch):
   assert comparing.compare(directory) == outcomes
 
 
+def test_a_line_tells_how_each_trial_and_each_run_ended(tmp_path, capsys):
+  plan = comparing.PLAN._replace(seeds=1)
+  found = comparing.compare(tmp_path, ['simfbo'], plan=plan)['simfbo']
+  lines = capsys.readouterr().err.splitlines()
+  values = [t.value for t in found.tried] + [found.runs[0][-1]['x_distance']]
+  assert lines == [
+      f'[{k + 1}/3] SimFBO, {what}: x_distance {value:.4g}'
+      for k, (what, value) in enumerate(
+          zip(['trial 1', 'trial 2', 'seed 0'], values, strict=True)
+      )
+  ]
+  # What is only read is not told again.
+  comparing.compare(tmp_path, ['simfbo'], plan=plan)
+  assert capsys.readouterr().err == ''
+
+
 def test_other_tuning_is_refused(compared):
   _, directory = compared
   with pytest.raises(simulation.RunError, match='budget'):
