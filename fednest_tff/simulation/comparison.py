@@ -12,21 +12,19 @@ import os
 import shutil
 import statistics
 import sys
-from typing import Any
 
 import tensorflow_federated as tff
 import tqdm
 
 from fednest_tff.simulation import (
-    client_work,
     errors,
     files,
     leaderboard_page,
+    method_facts,
     records,
     run_directory,
     tables,
 )
-from fednest_tff.simulation import search as search_lib
 from fednest_tff.simulation.checkpoints import CHECKPOINTS
 from fednest_tff.simulation.contest import Contest, Entry, Plan
 from fednest_tff.simulation.leaderboard import Facts, Outcome
@@ -38,15 +36,9 @@ from fednest_tff.simulation.metric_values import (
 from fednest_tff.simulation.search import Range, Search
 from fednest_tff.simulation.tables import Row
 from fednest_tff.simulation.training import Trial
-from fednest_tff.simulation.tuned_runs import (
-    TunedRuns,
-    epochs_of,
-    set_hparams,
-    tunable,
-)
+from fednest_tff.simulation.tuned_runs import TunedRuns, epochs_of
 
 SEARCH = 'search.db'
-_FACTS = 'facts'
 _NOT_FINITE = 'not_finite.json'
 _HPARAMS = 'hparams.json'
 _KEPT_FUNCTIONS = 4
@@ -67,13 +59,6 @@ def _free_functions() -> None:
   runtime = getattr(context, 'runtime', None)
   if runtime is not None:
     runtime.forget(keep=_KEPT_FUNCTIONS)
-
-
-def _describe(space: search_lib.Space) -> dict[str, object]:
-  return {
-      name: list(value) if isinstance(value, Range) else value
-      for name, value in space.items()
-  }
 
 
 class _Comparison:
@@ -122,18 +107,12 @@ class _Comparison:
     """Tunes and runs the k-th method, or reads what is there."""
     plan = self._plan
     self._position = k * (plan.budget + plan.seeds) + 1
-    folder = self._directory.join(_FACTS)
-    with errors.file_errors(folder):
-      os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f'{_file_name(name)}.json')
-    if not os.path.exists(path):
-      found = self._facts(
-          entry, self._builder(plan.tuning_seed, entry.method)
-      )
-      with errors.file_errors(path):
-        files.write_json(path, found)
-    with open(path) as file:
-      facts = _read_facts(json.load(file), entry)
+    facts = method_facts.find_or_read(
+        self._directory.join('facts', f'{_file_name(name)}.json'),
+        entry,
+        lambda: self._builder(plan.tuning_seed, entry.method),
+        self._contest.steps,
+    )
     search = Search(
         self._directory.join(SEARCH),
         name,
@@ -161,22 +140,6 @@ class _Comparison:
         failures[seed] = failure
     _free_functions()
     return Outcome(facts, search.tried(), chosen, runs, failures)
-
-  def _facts(self, entry: Entry, builder: TunedRuns) -> dict[str, object]:
-    state = builder.process.initialize()
-    set_hparams(builder.process, state, entry.fixed)  # Refuses unknown ones.
-    space = {
-        **search_lib.space_of(
-            tunable(builder.process).get_hparams(state), self._contest.steps
-        ),
-        **entry.fixed,
-    }
-    work = builder.client_work
-    return {
-        'rounds_per_epoch': builder.rounds_per_epoch,
-        'space': _describe(space),
-        'work': work._asdict(),
-    }
 
   def _try(self, search: Search, name: str, entry: Entry) -> None:
     """Tries the next setting to its end.
@@ -268,18 +231,6 @@ class _Comparison:
       rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
       return bounded(rows, column), str(error)
     return rows, None
-
-
-def _read_facts(content: dict[str, Any], entry: Entry) -> Facts:
-  return Facts(
-      entry.label,
-      content['rounds_per_epoch'],
-      client_work.ClientWork(**content['work']),
-      {
-          name: Range(*value) if isinstance(value, list) else value
-          for name, value in content['space'].items()
-      },
-  )
 
 
 def compare(

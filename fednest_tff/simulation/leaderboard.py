@@ -14,6 +14,8 @@ from fednest_tff.simulation.tables import Row
 MARKS = (100, 250, 500, 1000)
 
 _MEGA = 1e6
+# Larger numbers are written with an exponent.
+_LARGEST = 1e9
 
 
 class Facts(NamedTuple):
@@ -116,6 +118,14 @@ def cost_to(
   return None
 
 
+def _digits(number: float, count: int) -> str:
+  """A number with so many digits, without an exponent if it is a cost."""
+  rounded = float(f'{number:.{count}g}')
+  if 1 <= abs(rounded) < _LARGEST and rounded == int(rounded):
+    return f'{rounded:,.0f}'
+  return f'{number:.{count}g}'
+
+
 class Mean(NamedTuple):
   """A mean over seeds.
 
@@ -134,9 +144,9 @@ class Mean(NamedTuple):
   def to_text(self) -> str:
     if self.mean is None:
       return '-'
-    text = f'{self.mean:.4g}'
+    text = _digits(self.mean, 4)
     if self.error is not None:
-      text += f' ± {self.error:.1g}'
+      text += f' ± {_digits(self.error, 1)}'
     if self.num_values < self.num_seeds:
       text += f' ({self.num_values} of {self.num_seeds})'
     return text

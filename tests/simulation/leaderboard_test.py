@@ -69,6 +69,17 @@ def test_mean_and_standard_error():
   assert leaderboard.mean_of([None]).to_text() == '-'
 
 
+@pytest.mark.parametrize('values, text', [
+    ([0.87512, 0.87592], '0.8755 ± 0.0004'),
+    ([240, 260, 300], '266.7 ± 20'),
+    ([160_000, 180_000], '170,000 ± 10,000'),
+    ([2e-5, 4e-5], '3e-05 ± 1e-05'),
+    ([7e68, 7e68], '7e+68 ± 0'),
+])
+def test_means_as_text(values, text):
+  assert leaderboard.mean_of(values).to_text() == text
+
+
 def test_marks_are_parts_of_what_the_cheapest_needs():
   outcomes = {
       'cheap': outcome('Cheap', [run([0.5] * 4)]),

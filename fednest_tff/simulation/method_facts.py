@@ -1,0 +1,67 @@
+"""What is known of a method before it has run, kept in a file.
+
+Counting what clients compute takes two epochs: it is done once for each method
+of a comparison.
+"""
+
+from collections.abc import Callable
+import json
+import os
+
+from fednest_tff.simulation import errors, files, search
+from fednest_tff.simulation.client_work import ClientWork
+from fednest_tff.simulation.contest import Entry
+from fednest_tff.simulation.leaderboard import Facts
+from fednest_tff.simulation.tuned_runs import TunedRuns, set_hparams, tunable
+
+
+def _find(
+    entry: Entry, runs: TunedRuns, steps: search.StepRanges
+) -> dict[str, object]:
+  state = runs.process.initialize()
+  set_hparams(runs.process, state, entry.fixed)  # Refuses unknown ones.
+  known = tunable(runs.process).get_hparams(state)
+  space = {**search.space_of(known, steps), **entry.fixed}
+  return {
+      'rounds_per_epoch': runs.rounds_per_epoch,
+      'space': {
+          name: list(value) if isinstance(value, search.Range) else value
+          for name, value in space.items()
+      },
+      'work': runs.client_work._asdict(),
+  }
+
+
+def find_or_read(
+    path: str,
+    entry: Entry,
+    make_runs: Callable[[], TunedRuns],
+    steps: search.StepRanges,
+) -> Facts:
+  """The facts of a method, from its file or else found and written there.
+
+  Args:
+    path: Of the JSON file.
+    entry: The method.
+    make_runs: Builds the method; called only if there is no file.
+    steps: The step sizes to search for the problem.
+
+  Returns:
+    The facts.
+  """
+  if not os.path.exists(path):
+    found = _find(entry, make_runs(), steps)
+    with errors.file_errors(path):
+      os.makedirs(os.path.dirname(path), exist_ok=True)
+      files.write_json(path, found)
+  with open(path) as file:
+    content = json.load(file)
+  return Facts(
+      entry.label,
+      content['rounds_per_epoch'],
+      ClientWork(**content['work']),
+      {
+          name: search.Range(*value) if isinstance(value, list) else value
+          for name, value in content['space'].items()
+      },
+  )
