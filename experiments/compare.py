@@ -65,6 +65,11 @@ _CHOOSABLE = (
     'batch_size', 'local_steps', 'hidden', 'inner_fraction', 'runtime',
     'compiled', 'unroll', 'devices',
 )
+# Those that only problems with images have.
+_IMAGE_FLAGS = {
+    'dataset', 'data_dir', 'partition', 'dirichlet_alpha', 'wrong_labels',
+    'wrong_labels_seed', 'imbalance', 'hidden', 'inner_fraction',
+}
 # Settings of the experiments that a comparison has its own for.
 _REPLACED = (
     'method', 'epochs', 'seed', 'seeds', 'epochs_per_evaluation',
@@ -96,6 +101,11 @@ def _compare(given: settings_lib.Flags) -> None:
         f'--{unknown[0]} has no effect in compare: leave it out'
     )
   preset = contests.PRESETS[name]
+  unused = sorted(given.keys() & _IMAGE_FLAGS) if name == 'quadratic' else []
+  if unused:
+    raise settings_lib.SettingsError(
+        f'--{unused[0]} has no effect in --problem=quadratic: leave it out'
+    )
   if _TARGET.value is not None:
     preset = preset._replace(target=_TARGET.value)
   settings = contests.resolve(
@@ -104,7 +114,8 @@ def _compare(given: settings_lib.Flags) -> None:
   try:
     chosen = contests.choose(contests.entries(preset), _METHODS.value)
   except ValueError as error:
-    raise settings_lib.SettingsError(str(error)) from error
+    text = str(error).replace('`method`', '`methods`')
+    raise settings_lib.SettingsError(text) from error
   runtimes.use_runtime(settings)
   output_dir = given.get('output_dir', f'outputs/compare_{name}')
   decisive = {
@@ -130,17 +141,25 @@ def _compare(given: settings_lib.Flags) -> None:
     raise settings_lib.SettingsError(str(error)) from error
   with open(f'{output_dir}/leaderboard.md') as file:
     print(file.read())
+  print(f'tables and plot: {output_dir}')
 
 
 def _described(settings: settings_lib.Settings, problem: str) -> list[str]:
   """The data, for a title that begins with the problem."""
   found = []
-  for name in ('dataset', 'partition', 'wrong_labels'):
+  for name in ('dataset', 'partition'):
     value = getattr(settings, name, None)
     if value is not None and value != problem:
       found.append(str(value))
+  wrong = getattr(settings, 'wrong_labels', None)
+  if wrong is not None:
+    found.append(f'{wrong:.0%} wrong labels')
+  total = getattr(settings, 'num_clients', None)
   size = getattr(settings, 'clients_per_round', None)
-  found.append(f'{size} clients per round' if size else 'clients by default')
+  if total:
+    found.append(f'{size} of {total} clients' if size else f'{total} clients')
+  elif size:
+    found.append(f'{size} clients per round')
   if _DECAY.value:
     found.append('steps fall to 0 in the second half')
   return found

@@ -338,8 +338,12 @@ def choose(found: Mapping[str, Entry], names: list[str]) -> dict[str, Entry]:
   """The entries of these names; a method may be 'package.module:builder'.
 
   Raises:
-    ValueError: If a name is not known.
+    ValueError: If a name is not known or given twice, or if there is none.
   """
+  if not names:
+    raise ValueError(f'`methods` is empty: choose from {", ".join(found)}')
+  if len({*names}) < len(names):
+    raise ValueError('`methods` names a method twice')
   if names == ['all']:
     return dict(found)
   chosen = {}

@@ -121,9 +121,11 @@ def make_data(
   )
 
 
-def cohort_size(settings: Settings, num_clients: int) -> int:
+def cohort_size(
+    settings: Settings, num_clients: int, default: int = CLIENTS_PER_ROUND
+) -> int:
   """How many of the clients take part in an epoch."""
-  size = settings.clients_per_round or min(CLIENTS_PER_ROUND, num_clients)
+  size = settings.clients_per_round or min(default, num_clients)
   if size > num_clients:
     raise SettingsError(
         f'--clients_per_round={size} is more than the {num_clients} clients'

@@ -107,7 +107,8 @@ def closed_form_trial(
     case: Case, settings: Settings, seed: int
 ) -> simulation.Trial:
   """A trial that measures the distance to a known solution."""
-  size = settings.clients_per_round or len(case.datasets)
+  total = len(case.datasets)
+  size = image_clients.cohort_size(settings, total, default=total)
   return simulation.Trial(
       lambda method: build(case.problem, method, settings, seed),
       image_clients.make_cohort(case.datasets, size, seed),

@@ -254,6 +254,9 @@ def resolve(name: str, defaults: Flags, given: Flags) -> Settings:
     largest = _LARGEST.get(flag, _LARGEST_INTEGER)
     if isinstance(value, int) and value > largest:
       raise SettingsError(f'--{flag}={value} must be at most {largest}')
+  fraction = sizes.get('inner_fraction')
+  if fraction is not None and not 0 < fraction < 1:
+    raise SettingsError(f'--inner_fraction={fraction} must be between 0 and 1')
   if settings.seed + settings.seeds > _LARGEST_INTEGER:
     raise SettingsError(
         f'--seed={settings.seed} and --seeds={settings.seeds} go beyond'

@@ -68,17 +68,22 @@ class _Progress:
   """Shows on a terminal that something is being compiled, while it is."""
 
   def __init__(self, num_clients: int):
-    self._text = f'compiling for {num_clients} clients ...'
+    clients = f' for {num_clients} clients' if num_clients else ''
+    self._text = f'compiling{clients} ...'
     self._is_shown = sys.stderr.isatty()
 
   def __enter__(self) -> None:
     if self._is_shown:
-      print(self._text, end='', file=sys.stderr, flush=True)
+      self._write(self._text)
 
   def __exit__(self, *error: object) -> None:
     if self._is_shown:
-      blank = ' ' * len(self._text)
-      print(f'\r{blank}\r', end='', file=sys.stderr, flush=True)
+      self._write('')
+
+  def _write(self, text: str) -> None:
+    # In place of what is in the line, such as a progress bar, which is drawn
+    # again later; then clears the rest of the line.
+    print(f'\r{text}\x1b[K', end='', file=sys.stderr, flush=True)
 
 
 class InProcessRuntime:

@@ -39,6 +39,7 @@ from fednest_tff.simulation.training import Trial
 from fednest_tff.simulation.tuned_runs import TunedRuns, epochs_of
 
 SEARCH = 'search.db'
+_FACTS = 'facts'
 _NOT_FINITE = 'not_finite.json'
 _HPARAMS = 'hparams.json'
 _KEPT_FUNCTIONS = 4
@@ -103,16 +104,21 @@ class _Comparison:
       outcome = f'{self._contest.curve.column} {outcome:.4g}'
     tqdm.tqdm.write(f'{title}: {outcome}', file=sys.stderr)
 
-  def outcome(self, k: int, name: str, entry: Entry) -> Outcome:
+  def facts(self, name: str, entry: Entry) -> Facts:
+    """Builds a method and counts its work, or reads what is there."""
+    return method_facts.find_or_read(
+        self._directory.join(_FACTS, f'{_file_name(name)}.json'),
+        entry,
+        lambda: self._builder(self._plan.tuning_seed, entry.method),
+        self._contest.steps,
+    )
+
+  def outcome(
+      self, k: int, name: str, entry: Entry, facts: Facts
+  ) -> Outcome:
     """Tunes and runs the k-th method, or reads what is there."""
     plan = self._plan
     self._position = k * (plan.budget + plan.seeds) + 1
-    facts = method_facts.find_or_read(
-        self._directory.join('facts', f'{_file_name(name)}.json'),
-        entry,
-        lambda: self._builder(plan.tuning_seed, entry.method),
-        self._contest.steps,
-    )
     search = Search(
         self._directory.join(SEARCH),
         name,
@@ -233,6 +239,18 @@ class _Comparison:
     return rows, None
 
 
+def _tell_left_out(folder: str, entries: Mapping[str, Entry]) -> None:
+  """Names the methods of an earlier comparison that are not asked for now."""
+  before = os.listdir(folder) if os.path.isdir(folder) else []
+  now = {f'{_file_name(name)}.json' for name in entries}
+  left = sorted(name.removesuffix('.json') for name in {*before} - now)
+  if left:
+    tqdm.tqdm.write(
+        f'left out of the tables: {", ".join(left)}; what was run stays',
+        file=sys.stderr,
+    )
+
+
 def compare(
     contest: Contest,
     entries: Mapping[str, Entry],
@@ -283,8 +301,11 @@ def compare(
       directory, {'comparison': True, **settings, **kept}, about, overwrite
   ) as opened:
     comparison = _Comparison(contest, plan, opened, len(entries))
+    _tell_left_out(opened.join(_FACTS), entries)
+    # First of all methods: a mistake in the last one is told at once.
+    facts = {name: comparison.facts(name, e) for name, e in entries.items()}
     for k, (name, entry) in enumerate(entries.items()):
-      outcomes[name] = comparison.outcome(k, name, entry)
+      outcomes[name] = comparison.outcome(k, name, entry, facts[name])
       # Also after each method: what is done can be read.
       with errors.file_errors(directory):
         leaderboard_page.write(
@@ -301,14 +322,21 @@ def compare(
   return outcomes
 
 
+def _count(number: int, word: str) -> str:
+  return f'{number:,} {word}' + ('s' if number != 1 else '')
+
+
 def _about(plan: Plan) -> str:
-  seeds = f' on {plan.tuning_seeds} seeds' if plan.tuning_seeds > 1 else ''
   return (
-      f'Every method had {plan.budget} trials of {plan.tuning_rounds:,}'
-      f' communication rounds on held-out data{seeds}. Trials below the median'
-      ' of the earlier ones were stopped; those that were stopped or diverged'
-      ' count.'
-      f' The best setting ran for {plan.rounds:,} rounds on {plan.seeds}'
-      ' seed(s). Means ± standard errors over the seeds. A run that needs less'
-      ' than a mark in all of its rounds counts there with its end.'
+      f'Every method had {_count(plan.budget, "trial")} (one if it has nothing'
+      f' to search) of {_count(plan.tuning_rounds, "communication round")} on'
+      f' clients of {_count(plan.tuning_seeds, "other seed")}, without the test'
+      ' data. Trials below the median of the earlier ones were stopped; those'
+      ' that were stopped or diverged count. The best setting ran for'
+      f' {_count(plan.rounds, "round")} on {_count(plan.seeds, "seed")}.'
+      ' Means ± standard errors over the seeds. Between two evaluations,'
+      ' numbers are read off the line that joins them; a run that needs less'
+      ' than a mark in all of its rounds counts there with its end. A dash:'
+      ' nothing was evaluated yet, the runs had diverged, or the target was not'
+      ' reached.'
   )

@@ -5,6 +5,8 @@ import math
 import statistics
 from typing import NamedTuple
 
+import numpy as np
+
 from fednest_tff.simulation.client_work import ClientWork
 from fednest_tff.simulation.plots import Curve
 from fednest_tff.simulation.search import Space, Tried
@@ -83,21 +85,39 @@ COSTS = (
 
 
 def value_at(
-    rows: Sequence[Row], column: str, cost: Cost, mark: float
+    rows: Sequence[Row], curve: Curve, cost: Cost, mark: float
 ) -> float | None:
-  """The last evaluation that cost no more than `mark`; `None` without one."""
-  found = [r[column] for r in rows if column in r and cost.of(r) <= mark]
-  return found[-1] if found and math.isfinite(found[-1]) else None
+  """The metric at a cost, read off the line that joins the evaluations.
+
+  Args:
+    rows: Of a run.
+    curve: The metric; its logarithm is interpolated where it is drawn so.
+    cost: The kind of cost.
+    mark: The cost.
+
+  Returns:
+    The metric; after the last evaluation, that one; `None` before the first.
+  """
+  evaluated = [row for row in rows if curve.column in row]
+  at = [cost.of(row) for row in evaluated]
+  if not at or mark < at[0]:
+    return None
+  values = np.array([row[curve.column] for row in evaluated], float)
+  if curve.logarithmic and (values > 0).all():
+    found = math.exp(np.interp(mark, at, np.log(values)))
+  else:
+    found = float(np.interp(mark, at, values))
+  return found if math.isfinite(found) else None
 
 
 def _values_at(
-    outcome: Outcome, column: str, cost: Cost, mark: float
+    outcome: Outcome, curve: Curve, cost: Cost, mark: float
 ) -> list[float | None]:
   """`value_at` for each seed; `None` for one that has diverged before."""
   return [
       None
       if seed in outcome.failures and (not rows or cost.of(rows[-1]) < mark)
-      else value_at(rows, column, cost, mark)
+      else value_at(rows, curve, cost, mark)
       for seed, rows in enumerate(outcome.runs)
   ]
 
@@ -227,7 +247,7 @@ def standings(
             name,
             cost.name,
             mark,
-            mean_of(_values_at(outcome, curve.column, cost, mark)),
+            mean_of(_values_at(outcome, curve, cost, mark)),
         )
         for cost in COSTS
         for mark in marks.get(cost.name, ())

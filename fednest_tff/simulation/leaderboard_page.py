@@ -209,6 +209,14 @@ def _spread_shares(
   axes.set_yticks(_SHARES, labels=[f'{share:g}' for share in _SHARES])
   axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
   axes.set_ylim(max(0.1, min(values)), 1 - (1 - max(values)) / 1.5)
+  axes.set_ylabel(f'{curve.label} (logit scale)')
+
+
+def _short(number: float, _: int | None = None) -> str:
+  """A label of an axis: 0.5, 20, 2k, 1M."""
+  if number < 1:
+    return f'{number:g}'
+  return matplotlib.ticker.EngFormatter(sep='')(number)
 
 
 def draw(
@@ -256,15 +264,17 @@ def draw(
       axes.xaxis.set_major_locator(
           matplotlib.ticker.LogLocator(subs=(1, 2, 5))
       )
-      axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=''))
+      axes.xaxis.set_major_formatter(_short)
       axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
   panels[0].set_ylabel(curve.label)
   _spread_shares(panels[0], shown, curve)
   figure.suptitle(title, fontsize=11)
   handles, names = panels[0].get_legend_handles_labels()
+  has_bands = any(len(runs) > 1 for runs in shown.values())
   figure.legend(
       handles, names, loc='outside lower center', ncols=min(len(names), 5),
-      frameon=False, handlelength=3.5,
+      frameon=False, handlelength=3.5, title_fontsize='small',
+      title='bands: one standard deviation over seeds' if has_bands else None,
   )
   temporary = f'{path}.tmp.png'
   figure.savefig(temporary, dpi=120)

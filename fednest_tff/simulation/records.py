@@ -202,8 +202,9 @@ def check_finite(row: Row, path: str) -> None:
 def summarize(rows: list[Row]) -> dict[str, dict[str, float]]:
   """The last and the best of each quantity of a run, and the best's epoch.
 
-  Of accuracies the largest is the best, of all else the smallest. What a run
-  has cost, and how many took part, has a last value only.
+  Of accuracies and areas under a ROC curve the largest is the best, of all
+  else the smallest. What a run has cost, and how many took part, has a last
+  value only.
   """
   found = {}
   for name in dict.fromkeys(name for row in rows for name in row):
@@ -213,7 +214,7 @@ def summarize(rows: list[Row]) -> dict[str, dict[str, float]]:
     if name in _COSTS:
       found[name] = {'last': values[-1][0]}
       continue
-    pick = max if 'accuracy' in name else min
+    pick = max if 'accuracy' in name or name.endswith('auc') else min
     finite = [pair for pair in values if math.isfinite(pair[0])]
     best, epoch = pick(finite or values, key=lambda pair: pair[0])
     found[name] = {'last': values[-1][0], 'best': best, 'best_epoch': epoch}

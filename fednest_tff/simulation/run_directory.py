@@ -21,6 +21,8 @@ from fednest_tff.simulation import checkpoints, errors, files, run_files
 from fednest_tff.simulation.tables import METRICS
 
 _LOCK = '.lock'
+# How many settings an error names.
+_MOST_DIFFERENCES = 5
 _LONGEST_LOCK = 32  # Bytes: it holds the number of a process.
 _MARK = b'This directory is a run of fednest_tff, which may remove it.\n'
 # Where an earlier run is kept until the new one has recorded an epoch; and its
@@ -34,11 +36,17 @@ def _differences(
 ) -> list[str]:
   names = sorted(before.keys() | now.keys())
   missing = object()
-  return [
+  found = [
       f'`{name}` was {before.get(name)!r} and is {now.get(name)!r}'
       for name in names
       if before.get(name, missing) != now.get(name, missing)
+      # A setting of one experiment that another one lacks.
+      and (before.get(name) is not None or now.get(name) is not None)
   ]
+  if len(found) > _MOST_DIFFERENCES:
+    more = len(found) - _MOST_DIFFERENCES
+    found[_MOST_DIFFERENCES:] = [f'and {more} more']
+  return found
 
 
 class RunDirectory:

@@ -130,7 +130,8 @@ BAD_FLAGS = [
     (DIGITS, ['--hidden=4,x'], ['--hidden=4,x']),
     (DIGITS, ['--hidden=0'], ['--hidden=0']),
     (DIGITS, ['--backbone=cnn', '--hidden=4,5'], ['--hidden', '--backbone']),
-    (DIGITS, ['--inner_fraction=1.5'], ['fraction', '1.5']),
+    (DIGITS, ['--inner_fraction=1.5'], ['--inner_fraction=1.5', '0 and 1']),
+    ('hyper_cleaning', ['--inner_fraction=0'], ['--inner_fraction=0.0']),
     ('loss_tuning', ['--imbalance=0'], ['imbalance']),
     (
         'loss_tuning', ['--centralised', '--num_clients=3'], ['--centralised']
@@ -256,6 +257,9 @@ def test_other_flags(refused, finished):
   assert 'dimension' not in message and '--overwrite' in message
   message = refused('compositional', '--dimension=2', directory=finished)
   assert "`experiment` was 'minimax' and is 'compositional'" in message
+  # What differs is named, and not all of it.
+  assert message.count(' was ') == 5 and ' more)' in message
+  assert 'was None and is None' not in message
 
 
 def save_state(directory, state, epoch):

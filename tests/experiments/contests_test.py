@@ -74,3 +74,7 @@ def test_entries():
   assert set(contests.choose(found, ['simfbo'])) == {'simfbo'}
   with pytest.raises(ValueError, match='`methods`=fednest_paper is none of'):
     contests.choose(found, ['fednest_paper'])
+  with pytest.raises(ValueError, match='`methods` is empty: choose from fedn'):
+    contests.choose(found, [])
+  with pytest.raises(ValueError, match='`methods` names a method twice'):
+    contests.choose(found, ['simfbo', 'fednest', 'simfbo'])

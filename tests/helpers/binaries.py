@@ -7,6 +7,7 @@ from absl.testing import flagsaver
 import pytest
 
 from experiments import (
+    compare,
     compositional,
     hyper_cleaning,
     hyper_representation,
@@ -35,7 +36,10 @@ def command(name, *arguments):
   sys.argv = [f'{name}.py', *map(str, arguments)]
   try:
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
-      program.run(EXPERIMENTS[name])
+      if name == 'compare':
+        compare.run()
+      else:
+        program.run(EXPERIMENTS[name])
   finally:
     sys.argv = before
   return ended.value.code or 0

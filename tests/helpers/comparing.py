@@ -12,12 +12,19 @@ PLAN = simulation.Plan(
 )
 
 
+def contest_and_entries(methods=('simfbo', 'simfbo_v0')):
+  """Small quadratics, and methods."""
+  preset = contests.PRESETS['quadratic']
+  settings = contests.resolve(preset, dict(num_clients=3, local_steps=2))
+  return (
+      contests.contest(preset, settings),
+      contests.choose(contests.entries(preset), list(methods)),
+  )
+
+
 def compare(directory, methods=('simfbo', 'simfbo_v0'), epochs=None, plan=PLAN):
   """Compares on the quadratics; dies by SIGKILL after so many epochs."""
-  preset = contests.PRESETS['quadratic']
-  contest = contests.contest(
-      preset, contests.resolve(preset, dict(num_clients=3, local_steps=2))
-  )
+  contest, entries = contest_and_entries(methods)
   lived = 0
 
   def make_trial(seed, is_tuning):
@@ -35,7 +42,7 @@ def compare(directory, methods=('simfbo', 'simfbo_v0'), epochs=None, plan=PLAN):
   # Counting what clients compute takes two epochs per method as well.
   return simulation.compare(
       contest._replace(make_trial=make_trial),
-      contests.choose(contests.entries(preset), list(methods)),
+      entries,
       plan,
       str(directory),
   )

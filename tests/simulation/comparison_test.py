@@ -110,6 +110,25 @@ def test_a_line_tells_how_each_trial_and_each_run_ended(tmp_path, capsys):
   assert capsys.readouterr().err == ''
 
 
+def test_methods_that_are_left_out_are_named(compared, capsys):
+  _, directory = compared
+  page = (directory / 'leaderboard.md').read_bytes()
+  comparing.compare(directory, ['simfbo_v0'])
+  assert capsys.readouterr().err == (
+      'left out of the tables: simfbo; what was run stays\n'
+  )
+  comparing.compare(directory)
+  assert (directory / 'leaderboard.md').read_bytes() == page
+
+
+def test_a_mistake_in_the_last_method_is_told_before_the_first_runs(tmp_path):
+  contest, entries = comparing.contest_and_entries()
+  entries['wrong'] = simulation.Entry('Wrong', 'simfbo', {'no_such': 1.0})
+  with pytest.raises(ValueError, match='no_such'):
+    simulation.compare(contest, entries, comparing.PLAN, str(tmp_path / 'a'))
+  assert not list((tmp_path / 'a').glob('runs/*'))
+
+
 def test_other_tuning_is_refused(compared):
   _, directory = compared
   with pytest.raises(simulation.RunError, match='budget'):

@@ -39,14 +39,33 @@ def outcome(label, runs, failures=None):
   return Outcome(facts, [tried], tried, runs, failures or {})
 
 
-def test_value_at_a_mark_is_the_last_that_cost_no_more():
-  rows = run([0.1, 0.2, 0.3], period=2)  # Evaluated at 2, 4 and 6 rounds.
-  assert leaderboard.value_at(rows, 'test_accuracy', ROUNDS, 5) == 0.2
-  assert leaderboard.value_at(rows, 'test_accuracy', ROUNDS, 6) == 0.3
-  assert leaderboard.value_at(rows, 'test_accuracy', ROUNDS, 1) is None
-  assert leaderboard.value_at(rows, 'test_accuracy', MEGABYTES, 9) == 0.2
-  assert leaderboard.value_at(rows, 'test_accuracy', GRADIENTS, 60) == 0.1
-  assert leaderboard.value_at(rows, 'test_accuracy', ROUNDS, 100) == 0.3
+@pytest.mark.parametrize('cost, mark, expected', [
+    (ROUNDS, 1, None),
+    (ROUNDS, 5, 0.3),
+    (ROUNDS, 6, 0.4),
+    (ROUNDS, 100, 0.4),
+    (MEGABYTES, 9, 0.25),
+    (GRADIENTS, 60, 0.1),
+])
+def test_a_value_between_two_evaluations_is_on_their_line(cost, mark, expected):
+  rows = run([0.1, 0.2, 0.4], period=2)  # Evaluated at 2, 4 and 6 rounds.
+  found = leaderboard.value_at(rows, CURVE, cost, mark)
+  assert found == (expected and pytest.approx(expected))
+
+
+def test_a_value_on_a_logarithmic_line():
+  rows = run([1.0, 0.01, 0.0])
+  distance = CURVE._replace(logarithmic=True)
+  found = leaderboard.value_at(rows[:2], distance, ROUNDS, 1.5)
+  assert found == pytest.approx(0.1)
+  # 0 has no logarithm.
+  found = leaderboard.value_at(rows, distance, ROUNDS, 2.5)
+  assert found == pytest.approx(0.005)
+
+
+def test_values_that_are_not_finite_are_none():
+  rows = run([0.5, math.inf])
+  assert leaderboard.value_at(rows, CURVE, ROUNDS, 2) is None
 
 
 def test_cost_to_a_target():

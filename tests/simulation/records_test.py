@@ -222,6 +222,10 @@ def test_summarize():
       row | {'communication_rounds': k, 'bytes_up': k, 'seconds': 1.0}
       for k, row in enumerate(rows)
   ])
+  found_auc = simulation.summarize([
+      {'epoch': 1, 'weights_auc': 0.7}, {'epoch': 2, 'weights_auc': 0.9},
+  ])['weights_auc']
+  assert found_auc == {'last': 0.9, 'best': 0.9, 'best_epoch': 2}
   # Costs have no best.
   assert found.pop('communication_rounds') == {'last': 3}
   assert found.pop('bytes_up') == {'last': 3}
