@@ -56,7 +56,7 @@ def problem_of_your_own():
 
 
 def test_all_examples_are_tested():
-  assert len(BLOCKS) == 8
+  assert len(BLOCKS) == 9
 
 
 def test_the_readme_is_short():
@@ -93,6 +93,12 @@ def test_from_a_problem_to_a_figure(tmp_path, monkeypatch):
   assert (tmp_path / 'outputs' / 'tutorial' / 'plot.png').exists()
   for (rows,) in names['runs'].values():
     assert rows[-1]['distance'] < rows[0]['distance']
+  compared = _run('simulation.Contest', names)
+  assert '| SimFBO |' in compared['printed']
+  for outcome in compared['outcomes'].values():
+    assert len(outcome.tried) == 2 and len(outcome.runs) == 2
+    assert 30 < outcome.runs[0][-1]['communication_rounds'] <= 40
+    assert outcome.runs[0][-1]['distance'] < 2.5
   names = _run('load_weights', names)
   last = names['runs']['fednest'][0][-1]['distance']
   at = names['process'].get_model_weights(names['state'])
