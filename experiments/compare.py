@@ -23,6 +23,7 @@ from fednest_tff import simulation
 
 FLAGS = flags.FLAGS
 _DEFAULT = 'hyper_representation'
+_SEEDS = 3
 _METHODS = flags.DEFINE_list(
     'methods', ['all'],
     'Methods, separated by commas: names of the registry, simfbo_momentum,'
@@ -83,7 +84,7 @@ def _plan(given: settings_lib.Flags) -> simulation.Plan:
       rounds=_ROUNDS.value,
       tuning_rounds=_TUNING_ROUNDS.value or _ROUNDS.value,
       budget=_BUDGET.value,
-      seeds=given.get('seeds', 3),
+      seeds=given.get('seeds', _SEEDS),
       rounds_per_evaluation=_PER_EVALUATION.value,
       tuning_seeds=_TUNING_SEEDS.value,
   )
@@ -181,7 +182,19 @@ def define_flags() -> list[str]:
   """Makes the flags those that `--help` shows; returns their names."""
   for name in (*_CHOOSABLE, *_OWN):
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
-  FLAGS['problem'].help = f'One of {", ".join(contests.PRESETS)}.'
+  FLAGS['problem'].help = (
+      f'One of {", ".join(contests.PRESETS)}; {_DEFAULT} if not given.'
+  )
+  FLAGS['seeds'].help = (
+      f'Seeds of the final runs, from 0; {_SEEDS} if not given.'
+  )
+  FLAGS['output_dir'].help = (
+      'Where everything is written; outputs/compare_PROBLEM if not given.'
+  )
+  FLAGS['local_steps'].help = (
+      'Steps per round of the methods that step on x, y and v at once; the'
+      ' others have the local work of the problem.'
+  )
   return [
       *_CHOOSABLE,
       *_OWN,
