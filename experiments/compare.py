@@ -12,6 +12,7 @@ The output directory has leaderboard.csv, leaderboard.md, leaderboard.png and
 trials.csv.
 """
 
+import math
 import sys
 
 from absl import flags, logging
@@ -108,6 +109,10 @@ def _compare(given: settings_lib.Flags) -> None:
         f'--{unused[0]} has no effect in --problem=quadratic: leave it out'
     )
   if _TARGET.value is not None:
+    if not math.isfinite(_TARGET.value):
+      raise settings_lib.SettingsError(
+          f'--target={_TARGET.value} must be finite'
+      )
     preset = preset._replace(target=_TARGET.value)
   settings = contests.resolve(
       preset, {k: v for k, v in given.items() if k not in _OWN}
@@ -137,10 +142,11 @@ def _compare(given: settings_lib.Flags) -> None:
         about=runs.about(),
         title=f'{name}: {", ".join(_described(settings, name))}',
         overwrite=given.get('overwrite', False),
+        places=settings_lib.MACHINES,
     )
   except ValueError as error:
     raise settings_lib.SettingsError(str(error)) from error
-  with open(f'{output_dir}/leaderboard.md') as file:
+  with open(f'{output_dir}/leaderboard.md', encoding='utf-8') as file:
     print(file.read())
   print(f'tables and plot: {output_dir}')
 

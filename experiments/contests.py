@@ -15,6 +15,7 @@ from experiments import (
     compositional,
     hyper_cleaning,
     hyper_representation,
+    image_clients,
     loss_tuning,
     minimax,
     nested,
@@ -323,7 +324,10 @@ def contest(
       epochs = epochs_of(rounds, cost.rounds)
       return trial_of(nested.decaying(own, epochs), seed).build(method)
 
-    return trial._replace(build=build)
+    fingerprint = ''
+    if getattr(chosen, 'dataset', None) is not None:
+      fingerprint = image_clients.fingerprint(chosen)
+    return trial._replace(build=build, fingerprint=fingerprint)
 
   curve = preset.curve
   if curve is None:

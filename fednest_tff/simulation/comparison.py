@@ -6,7 +6,7 @@ method is compiled once per problem. All of it is on disk: what was killed goes
 on where it stopped, in the middle of a trial, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import json
 import os
 import shutil
@@ -36,7 +36,7 @@ from fednest_tff.simulation.metric_values import (
 from fednest_tff.simulation.search import Range, Search
 from fednest_tff.simulation.tables import Row
 from fednest_tff.simulation.training import Trial
-from fednest_tff.simulation.tuned_runs import TunedRuns, epochs_of
+from fednest_tff.simulation.tuned_runs import TunedRuns, epochs_of, is_done
 
 SEARCH = 'search.db'
 _FACTS = 'facts'
@@ -85,6 +85,7 @@ class _Comparison:
     if seed not in self._trials:
       is_tuning = seed >= self._plan.tuning_seed
       self._trials[seed] = self._contest.make_trial(seed, is_tuning)
+      self._directory.check_data(self._trials[seed].fingerprint)
     if (seed, method) not in self._builders:
       self._builders[seed, method] = TunedRuns(self._trials[seed], method)
     return self._builders[seed, method]
@@ -109,7 +110,8 @@ class _Comparison:
     return method_facts.find_or_read(
         self._directory.join(_FACTS, f'{_file_name(name)}.json'),
         entry,
-        lambda: self._builder(self._plan.tuning_seed, entry.method),
+        # Of a final run: trials for tuning may have fewer examples.
+        lambda: self._builder(0, entry.method),
         self._contest.steps,
     )
 
@@ -208,14 +210,17 @@ class _Comparison:
     path = self._path(f'{_file_name(name)}-seed{seed}')
     metrics = os.path.join(path, tables.METRICS)
     failed = os.path.join(path, _NOT_FINITE)
-    rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
     if os.path.exists(failed):
+      rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
       with open(failed) as file:
         return bounded(rows, column), json.load(file)
     title = self._title(plan.budget + seed, entry.label, f'seed {seed}')
-    is_new = len(rows) < epochs_of(plan.rounds, facts.rounds_per_epoch)
+    epochs = epochs_of(plan.rounds, facts.rounds_per_epoch)
     try:
-      if is_new:
+      is_ended = is_done(path, epochs)
+      if is_ended:
+        rows = tables.read_rows(metrics)
+      else:
         with errors.file_errors(path):
           files.write_json(os.path.join(path, _HPARAMS), dict(hparams))
         rows = self._builder(seed, entry.method).train(
@@ -228,7 +233,7 @@ class _Comparison:
             title,
         )
       check_growth(rows, column)
-      if is_new:
+      if not is_ended:
         self._tell(title, rows[-1][column])
     except errors.NonFiniteError as error:
       with errors.file_errors(path):
@@ -261,6 +266,7 @@ def compare(
     about: Mapping[str, object] = {},
     title: str = 'Leaderboard',
     overwrite: bool = False,
+    places: Sequence[str] = (),
 ) -> dict[str, Outcome]:
   """Tunes all methods alike, runs them on several seeds, and writes tables.
 
@@ -279,6 +285,8 @@ def compare(
     about: What else `config.json` tells, such as versions.
     title: Of the tables and the plot.
     overwrite: Whether to remove an earlier comparison and start anew.
+    places: Settings that say where it runs and where its data are; they may
+      change.
 
   Returns:
     The outcome of each method.
@@ -287,8 +295,12 @@ def compare(
     RunError: If the directory does not fit, or a file cannot be written.
     StoppedError: After SIGINT or SIGTERM, at the end of an epoch.
   """
-  if plan.tuning_seed < plan.seeds:
-    raise ValueError('`tuning_seed` must not be one of the final seeds.')
+  plan.check()
+  if any(character in directory for character in '?{'):
+    # They have a meaning in the address of a database.
+    raise errors.RunError(
+        f'`output_dir` {directory!r} must not contain ? or {{'
+    )
   kept = {
       name: getattr(plan, name)
       for name in (
@@ -298,7 +310,11 @@ def compare(
   }
   outcomes: dict[str, Outcome] = {}
   with run_directory.RunDirectory(
-      directory, {'comparison': True, **settings, **kept}, about, overwrite
+      directory,
+      {'comparison': True, **settings, **kept},
+      about,
+      overwrite,
+      places=places,
   ) as opened:
     comparison = _Comparison(contest, plan, opened, len(entries))
     _tell_left_out(opened.join(_FACTS), entries)
@@ -316,27 +332,7 @@ def compare(
             plan.rounds,
             contest.target,
             title,
-            _about(plan),
+            plan.describe(),
             with_plot=k == len(entries) - 1,
         )
   return outcomes
-
-
-def _count(number: int, word: str) -> str:
-  return f'{number:,} {word}' + ('s' if number != 1 else '')
-
-
-def _about(plan: Plan) -> str:
-  return (
-      f'Every method had {_count(plan.budget, "trial")} (one if it has nothing'
-      f' to search) of {_count(plan.tuning_rounds, "communication round")} on'
-      f' clients of {_count(plan.tuning_seeds, "other seed")}, without the test'
-      ' data. Trials below the median of the earlier ones were stopped; those'
-      ' that were stopped or diverged count. The best setting ran for'
-      f' {_count(plan.rounds, "round")} on {_count(plan.seeds, "seed")}.'
-      ' Means ± standard errors over the seeds. Between two evaluations,'
-      ' numbers are read off the line that joins them; a run that needs less'
-      ' than a mark in all of its rounds counts there with its end. A dash:'
-      ' nothing was evaluated yet, the runs had diverged, or the target was not'
-      ' reached.'
-  )

@@ -42,6 +42,10 @@ class Entry(NamedTuple):
   fixed: Mapping[str, float] = {}
 
 
+def _count(number: int, word: str) -> str:
+  return f'{number:,} {word}' + ('s' if number != 1 else '')
+
+
 class Plan(NamedTuple):
   """How far a comparison goes.
 
@@ -64,3 +68,33 @@ class Plan(NamedTuple):
   rounds_per_evaluation: int = 10
   tuning_seed: int = 1000
   tuning_seeds: int = 1
+
+  def check(self) -> None:
+    """Raises a `ValueError` if a number does not fit."""
+    for name, value in self._asdict().items():
+      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f'`{name}` must be an integer of at least 1; got {value!r}.'
+        )
+    if self.tuning_seed < self.seeds:
+      raise ValueError(
+          f'`seeds` must be at most {self.tuning_seed}, from which on seeds are'
+          f' for tuning; got {self.seeds}.'
+      )
+
+  def describe(self) -> str:
+    """How the numbers of the tables are made, in a few sentences."""
+    return (
+        f'Every method had {_count(self.budget, "trial")} (one if it has'
+        ' nothing to search) of'
+        f' {_count(self.tuning_rounds, "communication round")} on clients of'
+        f' {_count(self.tuning_seeds, "other seed")}, without the test data. A'
+        ' trial that was never as good as the median of the earlier ones was'
+        ' stopped; those that were stopped or diverged count. The best setting'
+        f' ran for {_count(self.rounds, "round")} on'
+        f' {_count(self.seeds, "seed")}. Means ± standard errors over the'
+        ' seeds. Between two evaluations, numbers are read off the line that'
+        ' joins them; a run that needs less than a mark in all of its rounds'
+        ' counts there with its end. A dash: nothing was evaluated yet, the'
+        ' runs had diverged, or the target was not reached.'
+    )

@@ -116,7 +116,8 @@ def _values_at(
   """`value_at` for each seed; `None` for one that has diverged before."""
   return [
       None
-      if seed in outcome.failures and (not rows or cost.of(rows[-1]) < mark)
+      # Its last row may be the one in which it diverged.
+      if seed in outcome.failures and (not rows or cost.of(rows[-1]) <= mark)
       else value_at(rows, curve, cost, mark)
       for seed, rows in enumerate(outcome.runs)
   ]

@@ -319,7 +319,7 @@ def write(
       os.path.join(directory, 'trials.csv'), trial_rows(outcomes)
   )
   temporary = os.path.join(directory, 'leaderboard.md.tmp')
-  with open(temporary, 'w') as file:
+  with open(temporary, 'w', encoding='utf-8') as file:
     file.write(page)
   os.replace(temporary, os.path.join(directory, 'leaderboard.md'))
   if with_plot:

@@ -48,20 +48,29 @@ def find_or_read(
 
   Returns:
     The facts.
+
+  Raises:
+    RunError: If the file is damaged, or cannot be read or written.
   """
   if not os.path.exists(path):
     found = _find(entry, make_runs(), steps)
     with errors.file_errors(path):
       os.makedirs(os.path.dirname(path), exist_ok=True)
       files.write_json(path, found)
-  with open(path) as file:
-    content = json.load(file)
-  return Facts(
-      entry.label,
-      content['rounds_per_epoch'],
-      ClientWork(**content['work']),
-      {
-          name: search.Range(*value) if isinstance(value, list) else value
-          for name, value in content['space'].items()
-      },
-  )
+  with errors.file_errors(path, 'read'):
+    text = files.read(path)
+  try:
+    content = json.loads(text)
+    return Facts(
+        entry.label,
+        content['rounds_per_epoch'],
+        ClientWork(**content['work']),
+        {
+            name: search.Range(*value) if isinstance(value, list) else value
+            for name, value in content['space'].items()
+        },
+    )
+  except (ValueError, TypeError, KeyError, AttributeError) as error:
+    raise errors.RunError(
+        f'{path!r} is damaged: delete it, and it is made again'
+    ) from error

@@ -4,9 +4,9 @@ Optuna proposes the settings and keeps them in a SQLite file. The first trial is
 the start of every range, the second to the fifth are drawn at random, and the
 others by the tree-structured Parzen estimator. Every proposal has a seed of its
 own, so that a search that was killed goes on with the settings that it would
-have tried anyway. A trial whose metric at some round is worse than the median
-of the earlier trials at that round is stopped. Trials that are stopped or
-diverge count.
+have tried anyway. A trial is stopped at a round if the best of its metric so
+far is worse than the median, at that round, of the earlier trials that were not
+stopped. Trials that are stopped or diverge count.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # Otherwise imported by those who search: it takes a second.
 
 _RANDOM_TRIALS = 5
 # A trial is never stopped before this part of its rounds, nor before so many
-# others have reached the same round.
+# others have finished or diverged.
 _WARM_UP = 0.25
 _OTHERS = 3
 

@@ -5,15 +5,24 @@ Step sizes are numbers in the state: the process is built and compiled once.
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+import os
 from typing import cast
 
 import tensorflow as tf
 import tensorflow_federated as tff
 
 from fednest_tff.runtime.communication import communication_cost
-from fednest_tff.simulation import client_work, training
+from fednest_tff.simulation import (
+    client_work,
+    errors,
+    records,
+    tables,
+    training,
+)
+from fednest_tff.simulation.manifest import Manifest
 from fednest_tff.simulation.tables import Row
 from fednest_tff.simulation.training import Process, Trial
+from fednest_tff.simulation.weights import has_weights
 from fednest_tff.structures import Value
 
 # Some methods draw how much they compute.
@@ -80,6 +89,36 @@ def set_hparams(
 def epochs_of(rounds: int, rounds_per_epoch: int) -> int:
   """The epochs that fit into so many rounds; at least one."""
   return max(1, rounds // max(1, rounds_per_epoch))
+
+
+def is_done(path: str, epochs: int) -> bool:
+  """Whether a final run has all of its rows and its weights, undamaged.
+
+  Args:
+    path: The directory of the run.
+    epochs: How many it is to have.
+
+  Returns:
+    Whether it has ended.
+
+  Raises:
+    NonFiniteError: If its last row is not finite: it was killed before it could
+      say so.
+    RunError: If it has more epochs than it is to have.
+  """
+  metrics = os.path.join(path, tables.METRICS)
+  if not os.path.exists(metrics):
+    return False
+  if tables.is_complete(metrics, epochs):
+    records.check_finite(tables.read_rows(metrics)[-1], metrics)
+    return has_weights(path, epochs)
+  table, _ = tables.read_table(path, Manifest(path))
+  if len(table.rows) > epochs:
+    raise errors.RunError(
+        f'{path!r} has {len(table.rows)} epochs, more than {epochs}: `rounds`'
+        ' may grow, but not shrink'
+    )
+  return False
 
 
 class TunedRuns:

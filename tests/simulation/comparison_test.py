@@ -129,6 +129,96 @@ def test_a_mistake_in_the_last_method_is_told_before_the_first_runs(tmp_path):
   assert not list((tmp_path / 'a').glob('runs/*'))
 
 
+@pytest.mark.parametrize('damage', ['number', 'weights'])
+def test_a_damaged_run_is_made_again(compared, damage):
+  outcomes, directory = compared
+  path = directory / 'runs' / 'simfbo-seed1'
+  metrics, weights = path / 'metrics.csv', path / 'weights.npz'
+  content = weights.read_bytes()
+  if damage == 'number':
+    lines = metrics.read_text().splitlines(keepends=True)
+    value = str(outcomes['simfbo'].runs[1][-1]['x_distance'])
+    assert value in lines[-1]
+    lines[-1] = lines[-1].replace(value, '0.0001')
+    metrics.write_text(''.join(lines))
+  else:
+    weights.unlink()
+  found = comparing.compare(directory)
+  assert without_seconds(found) == without_seconds(outcomes)
+  assert weights.read_bytes() == content
+
+
+def test_fewer_rounds_than_there_are_refused(compared):
+  _, directory = compared
+  with pytest.raises(simulation.RunError, match='may grow, but not shrink'):
+    comparing.compare(directory, plan=comparing.PLAN._replace(rounds=1))
+
+
+def test_damaged_facts_are_named(compared):
+  _, directory = compared
+  path = directory / 'facts' / 'simfbo.json'
+  content = path.read_text()
+  path.write_text(content[:9])
+  with pytest.raises(simulation.RunError, match=r'simfbo.json. is damaged'):
+    comparing.compare(directory)
+  path.write_text(content)
+
+
+@pytest.mark.parametrize('change, name', [
+    (dict(rounds=0), 'rounds'), (dict(budget=-1), 'budget'),
+    (dict(seeds=1.5), 'seeds'), (dict(seeds=1001), 'seeds'),
+])
+def test_plans_that_do_not_fit(tmp_path, change, name):
+  plan = comparing.PLAN._replace(**change)
+  with pytest.raises(ValueError, match=f'`{name}` must be'):
+    comparing.compare(tmp_path / 'none', plan=plan)
+  assert not (tmp_path / 'none').exists()
+
+
+def test_a_path_with_a_meaning_for_databases_is_refused(tmp_path):
+  with pytest.raises(simulation.RunError, match='must not contain'):
+    comparing.compare(tmp_path / 'a?1')
+  assert not list(tmp_path.iterdir())
+
+
+def test_work_is_counted_on_clients_of_the_final_runs(tmp_path):
+  contest, entries = comparing.contest_and_entries(['simfbo'])
+  counted = []
+
+  def make_trial(seed, is_tuning):
+    trial = contest.make_trial(seed, is_tuning)
+
+    def cohort(epoch):
+      counted.append(is_tuning)
+      return trial.cohort(epoch)
+
+    return trial._replace(cohort=cohort)
+
+  simulation.compare(
+      contest._replace(make_trial=make_trial), entries, comparing.PLAN,
+      str(tmp_path),
+  )
+  assert counted[:3] == [False, False, True]
+
+
+def test_other_data_are_refused(tmp_path):
+  contest, entries = comparing.contest_and_entries(['simfbo'])
+
+  def compare(data, seeds):
+    def make_trial(seed, is_tuning):
+      return contest.make_trial(seed, is_tuning)._replace(fingerprint=data)
+
+    return simulation.compare(
+        contest._replace(make_trial=make_trial), entries,
+        comparing.PLAN._replace(seeds=seeds), str(tmp_path),
+    )
+
+  compare('a', 1)
+  with pytest.raises(simulation.RunError, match='other data'):
+    compare('b', 2)
+  assert len(compare('a', 2)['simfbo'].runs) == 2
+
+
 def test_other_tuning_is_refused(compared):
   _, directory = compared
   with pytest.raises(simulation.RunError, match='budget'):

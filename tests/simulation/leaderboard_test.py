@@ -137,6 +137,10 @@ def test_a_diverged_run_counts_only_as_far_as_it_came():
   lines = leaderboard.standings(outcomes, CURVE, True, 300, None)
   found = {line.at: line.mean for line in lines if line.axis == 'rounds'}
   assert found[100].mean == pytest.approx(0.6)
+  # In its last row, too, it has diverged.
+  lines = leaderboard.standings(outcomes, CURVE, True, 150, None)
+  found |= {line.at: line.mean for line in lines if line.axis == 'rounds'}
+  assert (found[150].mean, found[150].num_values) == (0.5, 1)
   assert (found[250].mean, found[250].num_values) == (0.5, 1)
   assert (found[300].mean, found[300].num_seeds) == (0.5, 2)
 
