@@ -17,6 +17,8 @@ import warnings
 
 import numpy as np
 
+from fednest_tff.simulation import errors
+
 if TYPE_CHECKING:  # Otherwise imported by those who search: it takes a second.
   import optuna
 
@@ -128,6 +130,23 @@ def _quiet() -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+  """Says in one line that the file of the trials cannot be used."""
+  import optuna
+  import sqlalchemy
+
+  try:
+    yield
+  except (
+      sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError
+  ) as error:
+    raise errors.RunError(
+        f'{path!r} is damaged, or cannot be written: put an older copy in its'
+        ' place, or choose `overwrite` to start anew'
+    ) from error
+
+
 class Search:
   """The trials of one method, in a file that may have those of others."""
 
@@ -149,6 +168,9 @@ class Search:
       larger_is_better: Whether the metric is to be large.
       rounds: Communication rounds of a trial that is not stopped.
       seed: Of the proposals.
+
+    Raises:
+      RunError: If the file is damaged or cannot be written.
     """
     import optuna
 
@@ -160,7 +182,7 @@ class Search:
     }
     self._sign = 1 if larger_is_better else -1
     self._seed = seed
-    with _quiet():
+    with _quiet(), _readable(path):
       self._study = optuna.create_study(
           storage=optuna.storages.RDBStorage(f'sqlite:///{path}'),
           study_name=name,

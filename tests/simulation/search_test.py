@@ -2,7 +2,9 @@
 
 import math
 
-from fednest_tff.simulation import search
+import pytest
+
+from fednest_tff.simulation import errors, search
 from fednest_tff.simulation.search import Range, Search
 
 STEPS = search.StepRanges(
@@ -17,6 +19,14 @@ def open_search(path, name='m', rounds=8):
 
 def quality(hparams):
   return -abs(math.log(hparams['a'] / 0.3)) - abs(math.log(hparams['b'] / 30))
+
+
+@pytest.mark.parametrize('content', [b'rubbish ' * 100, b'SQLite format 3'])
+def test_a_damaged_file_is_named(tmp_path, content):
+  (tmp_path / 'search.db').write_bytes(content)
+  with pytest.raises(errors.RunError, match='search.db. is damaged'):
+    open_search(tmp_path)
+  assert (tmp_path / 'search.db').read_bytes() == content
 
 
 def test_all_methods_search_the_same_steps():
