@@ -318,7 +318,8 @@ def compare(
   ) as opened:
     comparison = _Comparison(contest, plan, opened, len(entries))
     _tell_left_out(opened.join(_FACTS), entries)
-    # First of all methods: a mistake in the last one is told at once.
+    # Of all methods before the first trial, so that a mistake in the last
+    # method is told at once.
     facts = {name: comparison.facts(name, e) for name, e in entries.items()}
     for k, (name, entry) in enumerate(entries.items()):
       outcomes[name] = comparison.outcome(k, name, entry, facts[name])

@@ -1,6 +1,7 @@
 """What is compared, and how far: a problem, the methods, the rounds."""
 
 from collections.abc import Callable, Mapping
+import numbers
 from typing import NamedTuple
 
 from fednest_tff.simulation.plots import Curve
@@ -72,7 +73,8 @@ class Plan(NamedTuple):
   def check(self) -> None:
     """Raises a `ValueError` if a number does not fit."""
     for name, value in self._asdict().items():
-      if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+      is_integer = isinstance(value, numbers.Integral)
+      if isinstance(value, bool) or not is_integer or value < 1:
         raise ValueError(
             f'`{name}` must be an integer of at least 1; got {value!r}.'
         )
