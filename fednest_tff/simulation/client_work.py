@@ -47,23 +47,51 @@ class ClientWork(NamedTuple):
     return self.gradient_examples + PRODUCT_COST * self.product_examples
 
 
+class _Counts(NamedTuple):
+  """Of all clients of an epoch; see `ClientWork`."""
+
+  clients: int
+  gradients: int
+  products: int
+  gradient_examples: int
+  product_examples: int
+
+
+def _read(path: str, clients: int) -> _Counts:
+  """Reads the lines of an epoch, and removes their file."""
+  examples: dict[str, list[int]] = {'gradient': [], 'product': []}
+  if os.path.exists(path):
+    with open(path) as file:
+      for line in file:
+        kind, num_examples, _ = line.split()
+        examples[kind].append(int(num_examples))
+    os.remove(path)
+  gradients, products = examples.values()
+  return _Counts(
+      clients, len(gradients), len(products), sum(gradients), sum(products)
+  )
+
+
 def count_client_work(
     build: Callable[[], Process],
     cohort: Callable[[int], Sequence[tf.data.Dataset]],
     epochs: int = 1,
+    epochs_if_random: int | None = None,
 ) -> ClientWork:
   """Counts what clients compute, by running some epochs.
 
   Args:
     build: Builds the process; it is called once, and traces it anew.
     cohort: From an epoch (1, 2, ...) to the datasets of its clients.
-    epochs: How many epochs to run; several if a method draws how much it does.
+    epochs: How many epochs to run.
+    epochs_if_random: How many epochs to run if a client has more products in
+      one of these epochs than in another: such a method draws how much it
+      computes, and the mean of a few draws may be far off.
 
   Returns:
     The mean over clients and epochs.
   """
-  counts = {'gradient': [0, 0], 'product': [0, 0]}
-  clients = 0
+  counts: list[_Counts] = []
   context = in_process.InProcessContext(
       in_process.InProcessRuntime(compiled=False)
   )
@@ -84,20 +112,12 @@ def count_client_work(
     ):
       process = build()
       state = process.initialize()
-      for epoch in range(1, epochs + 1):
-        datasets = cohort(epoch)
-        clients += len(datasets)
+      while len(counts) < epochs:
+        datasets = cohort(len(counts) + 1)
         state = process.next(state, datasets).state
-    if os.path.exists(path):
-      with open(path) as file:
-        for line in file:
-          kind, num_examples, _ = line.split()
-          counts[kind][0] += 1
-          counts[kind][1] += int(num_examples)
-  (gradients, gradient_examples), (products, product_examples) = counts.values()
-  return ClientWork(
-      gradients / clients,
-      products / clients,
-      gradient_examples / clients,
-      product_examples / clients,
-  )
+        counts.append(_read(path, len(datasets)))
+        per_client = {count.products / count.clients for count in counts}
+        if epochs_if_random and len(per_client) > 1:
+          epochs = max(epochs, epochs_if_random)
+  total = _Counts(*map(sum, zip(*counts, strict=True)))
+  return ClientWork(*(number / total.clients for number in total[1:]))

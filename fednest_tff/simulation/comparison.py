@@ -26,7 +26,12 @@ from fednest_tff.simulation import (
     tables,
 )
 from fednest_tff.simulation.checkpoints import CHECKPOINTS
-from fednest_tff.simulation.contest import Contest, Entry, Plan
+from fednest_tff.simulation.contest import (
+    Contest,
+    Entry,
+    Plan,
+    check_entries,
+)
 from fednest_tff.simulation.leaderboard import Facts, Outcome
 from fednest_tff.simulation.metric_values import (
     bounded,
@@ -186,7 +191,7 @@ class _Comparison:
       trial.stop()
       outcome = 'stopped early'
     except errors.NonFiniteError as error:
-      trial.diverge(str(error))
+      trial.diverge(error.reason)
       outcome = 'diverged'
     else:
       outcome = statistics.fmean(found)
@@ -237,10 +242,10 @@ class _Comparison:
         self._tell(title, rows[-1][column])
     except errors.NonFiniteError as error:
       with errors.file_errors(path):
-        files.write_json(failed, str(error))
+        files.write_json(failed, error.reason)
       self._tell(title, 'diverged')
       rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
-      return bounded(rows, column), str(error)
+      return bounded(rows, column), error.reason
     return rows, None
 
 
@@ -292,10 +297,12 @@ def compare(
     The outcome of each method.
 
   Raises:
+    ValueError: If the plan or the methods do not fit.
     RunError: If the directory does not fit, or a file cannot be written.
     StoppedError: After SIGINT or SIGTERM, at the end of an epoch.
   """
   plan.check()
+  check_entries(entries)
   if any(character in directory for character in '?{'):
     # They have a meaning in the address of a database.
     raise errors.RunError(
@@ -320,7 +327,10 @@ def compare(
     _tell_left_out(opened.join(_FACTS), entries)
     # Of all methods before the first trial, so that a mistake in the last
     # method is told at once.
-    facts = {name: comparison.facts(name, e) for name, e in entries.items()}
+    facts = {}
+    for name, entry in entries.items():
+      facts[name] = comparison.facts(name, entry)
+      plan.check_epoch(entry.label, facts[name].rounds_per_epoch)
     for k, (name, entry) in enumerate(entries.items()):
       outcomes[name] = comparison.outcome(k, name, entry, facts[name])
       # Also after each method: what is done can be read.

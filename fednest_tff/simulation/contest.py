@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Mapping
 import numbers
+import re
 from typing import NamedTuple
 
 from fednest_tff.simulation.plots import Curve
 from fednest_tff.simulation.search import StepRanges
 from fednest_tff.simulation.training import Trial
+
+_NAME = re.compile(r'\w[\w.:+-]{0,99}', re.ASCII)
 
 
 class Contest(NamedTuple):
@@ -41,6 +44,34 @@ class Entry(NamedTuple):
   label: str
   method: str
   fixed: Mapping[str, float] = {}
+
+
+def check_entries(entries: Mapping[str, Entry]) -> None:
+  """Raises a `ValueError` if methods cannot be compared as they are named.
+
+  Args:
+    entries: The methods, by names that are used for files.
+  """
+  if not entries:
+    raise ValueError('`entries` must hold at least one method; it is empty.')
+  labels: dict[str, str] = {}
+  for name, entry in entries.items():
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+      raise ValueError(
+          f'The name {name!r} in `entries` must have 1 to 100 letters, digits'
+          ' and _ . : + -, and start with one of the first three: files are'
+          ' named after it.'
+      )
+    if not isinstance(entry, Entry):
+      raise ValueError(
+          f'`entries[{name!r}]` must be a `simulation.Entry`; got {entry!r}.'
+      )
+    other = labels.setdefault(entry.label, name)
+    if other != name:
+      raise ValueError(
+          f'`entries` {other!r} and {name!r} have the same label'
+          f' {entry.label!r}; tables need two.'
+      )
 
 
 def _count(number: int, word: str) -> str:
@@ -83,6 +114,21 @@ class Plan(NamedTuple):
           f'`seeds` must be at most {self.tuning_seed}, from which on seeds are'
           f' for tuning; got {self.seeds}.'
       )
+
+  def check_epoch(self, label: str, rounds_per_epoch: int) -> None:
+    """Raises a `ValueError` if an epoch of a method does not fit.
+
+    Args:
+      label: Of the method.
+      rounds_per_epoch: Its communication rounds.
+    """
+    for name in ('rounds', 'tuning_rounds'):
+      value = getattr(self, name)
+      if value < rounds_per_epoch:
+        raise ValueError(
+            f'`{name}` must be at least {rounds_per_epoch}, the rounds of one'
+            f' epoch of {label}; got {value}.'
+        )
 
   def describe(self) -> str:
     """How the numbers of the tables are made, in a few sentences."""

@@ -12,7 +12,15 @@ class RunError(Exception):
 
 
 class NonFiniteError(Exception):
-  """Something became infinite or not a number."""
+  """Something became infinite or not a number.
+
+  Attributes:
+    reason: What, without the names of files, for tables that are published.
+  """
+
+  def __init__(self, reason: str, about_files: str = ''):
+    super().__init__(reason + (f' ({about_files})' if about_files else ''))
+    self.reason = reason
 
 
 class StoppedError(Exception):

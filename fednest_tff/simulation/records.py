@@ -195,7 +195,8 @@ def check_finite(row: Row, path: str) -> None:
     if isinstance(number, float) and not math.isfinite(number):
       raise errors.NonFiniteError(
           f'epoch {row["epoch"]}: {name} is {number}; try smaller learning'
-          f' rates (the metrics so far are in {path!r})'
+          ' rates',
+          f'the metrics so far are in {path!r}',
       )
 
 

@@ -25,8 +25,9 @@ from fednest_tff.simulation.training import Process, Trial
 from fednest_tff.simulation.weights import has_weights
 from fednest_tff.structures import Value
 
-# Some methods draw how much they compute.
+# Epochs in which work is counted; more if a method draws how much it computes.
 _COUNTED_EPOCHS = 2
+_COUNTED_IF_RANDOM = 20
 
 
 class WithHparams:
@@ -150,7 +151,7 @@ class TunedRuns:
       return cast(Process, WithHparams(process, steps))
 
     return client_work.count_client_work(
-        build, self.trial.cohort, _COUNTED_EPOCHS
+        build, self.trial.cohort, _COUNTED_EPOCHS, _COUNTED_IF_RANDOM
     )
 
   def epochs(self, rounds: int) -> int:

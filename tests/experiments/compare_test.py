@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures('default_context')
 
 TINY = [
     '--problem=quadratic', '--num_clients=3', '--local_steps=2', '--nocompiled',
-    '--rounds=6', '--tuning_rounds=2', '--budget=1', '--seeds=1',
+    '--rounds=7', '--tuning_rounds=7', '--budget=1', '--seeds=1',
     '--rounds_per_evaluation=2',
 ]
 
@@ -22,7 +22,7 @@ def test_a_comparison(tmp_path, capfd):
   printed = capfd.readouterr()
   assert printed.out.startswith('# quadratic: 3 clients\n')
   assert 'Every method had 1 trial (one if' in printed.out
-  assert 'ran for 6 rounds on 1 seed.' in printed.out
+  assert 'ran for 7 rounds on 1 seed.' in printed.out
   assert printed.out.endswith(f'tables and plot: {where}\n')
   assert [line.split(':')[0] for line in printed.err.splitlines()] == [
       '[1/4] SimFBO, trial 1', '[2/4] SimFBO, seed 0',
@@ -56,6 +56,10 @@ def test_a_comparison(tmp_path, capfd):
     (['--epochs=3'], ['--epochs has no effect in compare']),
     (['--budget=0'], ['--budget', '0']),
     (['--seeds=0'], ['--seeds', '0']),
+    (
+        ['--rounds=6', '--methods=fednest'],
+        ['--rounds must be at least 7, the rounds of one epoch of FedNest'],
+    ),
     (['more'], ["unexpected argument 'more'"]),
     (['--problem=hyper_cleaning', '--wrong_labels=1'], ['--wrong_labels=1.0']),
 ])

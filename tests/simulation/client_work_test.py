@@ -1,5 +1,7 @@
 """Gradients and products are counted as the formulas of the methods say."""
 
+import pytest
+
 import fednest_tff
 from fednest_tff import simulation
 from fednest_tff.simulation import tuned_runs
@@ -42,6 +44,34 @@ def test_fednest():
   # Minibatches have two examples, all else has four.
   assert work.gradient_examples == T * (4 + 2 * inner) + 4 + 4 + 2 * outer
   assert work.product_examples == 4 * N
+
+
+def test_random_work_is_counted_for_longer():
+  """FedIHGP draws N' from 0 to N - 1, the same for all clients."""
+  seen = []
+  datasets = quadratic.to_datasets(
+      quadratic.make_clients(num_clients=2, examples=(4,))
+  )
+
+  def count_epochs(ihgp):
+    seen.clear()
+    return simulation.count_client_work(
+        lambda: fednest_tff.build(
+            quadratic.build_problem(), 'fednest', inner_learning_rate=0.01,
+            outer_learning_rate=0.01, inner_local_steps=TAU, neumann_terms=8,
+            outer_local_steps=TAU_X, inner_rounds=T, ihgp=ihgp, seed=1,
+        ),
+        lambda epoch: seen.append(epoch) or datasets,
+        epochs=3,
+        epochs_if_random=30,
+    )
+
+  assert count_epochs('truncated').products == 8
+  assert seen == [1, 2, 3]
+  # A product of FedOut, and N' of FedIHGP, 3.5 on average; the standard
+  # deviation of the mean of 30 draws is 0.42.
+  assert count_epochs('stochastic').products == pytest.approx(4.5, abs=1.2)
+  assert seen == [*range(1, 31)]
 
 
 def test_work_of_tuned_runs_is_counted_whatever_the_steps():

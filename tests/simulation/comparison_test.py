@@ -175,6 +175,36 @@ def test_plans_that_do_not_fit(tmp_path, change, name):
   assert not (tmp_path / 'none').exists()
 
 
+ENTRY = simulation.Entry('SimFBO', 'simfbo')
+
+
+@pytest.mark.parametrize('entries, message', [
+    ({}, 'at least one method'),
+    ({'a/b': ENTRY}, "The name 'a/b'"), ({'': ENTRY}, "The name ''"),
+    ({'..': ENTRY}, r"The name '\.\.'"), ({'ü': ENTRY}, "The name 'ü'"),
+    ({'a': 'simfbo'}, r"`entries\['a'\]` must be a `simulation.Entry`"),
+    ({'a': ENTRY, 'b': ENTRY}, "'a' and 'b' have the same label 'SimFBO'"),
+])
+def test_entries_that_do_not_fit(tmp_path, entries, message):
+  contest, _ = comparing.contest_and_entries()
+  with pytest.raises(ValueError, match=message):
+    simulation.compare(
+        contest, entries, comparing.PLAN, str(tmp_path / 'none')
+    )
+  assert not (tmp_path / 'none').exists()
+
+
+@pytest.mark.parametrize('name', ['rounds', 'tuning_rounds'])
+def test_fewer_rounds_than_an_epoch_are_refused(tmp_path, name):
+  """An epoch of FedNest with three terms has seven rounds here."""
+  plan = comparing.PLAN._replace(**{'rounds': 7, 'tuning_rounds': 7, name: 6})
+  with pytest.raises(
+      ValueError, match=f'`{name}` must be at least 7, .* of FedNest; got 6'
+  ):
+    comparing.compare(tmp_path / 'none', ['fednest'], plan=plan)
+  assert not (tmp_path / 'none').exists()
+
+
 def test_a_path_with_a_meaning_for_databases_is_refused(tmp_path):
   with pytest.raises(simulation.RunError, match='must not contain'):
     comparing.compare(tmp_path / 'a?1')
@@ -384,3 +414,26 @@ def test_a_trial_that_is_not_finite_diverged(tmp_path, monkeypatch):
 
   tried = try_once(tmp_path, monkeypatch, train, TWO_SEEDS)
   assert (tried.outcome, tried.reason) == ('diverged', 'x is not finite')
+
+
+@pytest.mark.parametrize('diverging_seed', [1000, 0])
+def test_reasons_of_divergence_name_no_files(
+    tmp_path, monkeypatch, diverging_seed
+):
+  """They are in tables, which are published."""
+  train = comparison.TunedRuns.train
+
+  def diverge(self, *arguments):
+    if diverging_seed in arguments:
+      raise simulation.NonFiniteError('x is not finite', f'see {tmp_path}')
+    return train(self, *arguments)
+
+  monkeypatch.setattr(comparison.TunedRuns, 'train', diverge)
+  plan = comparing.PLAN._replace(budget=1, seeds=1)
+  (found,) = comparing.compare(tmp_path, ['simfbo'], plan=plan).values()
+  if diverging_seed:
+    assert found.tried[0].reason == 'x is not finite'
+  else:
+    assert found.failures == {0: 'x is not finite'}
+  for name in ('trials.csv', 'leaderboard.md'):
+    assert str(tmp_path) not in (tmp_path / name).read_text()

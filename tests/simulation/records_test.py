@@ -201,6 +201,9 @@ def test_recorder_stops_after_writing_what_is_not_finite(tmp_path, loss):
   with pytest.raises(simulation.NonFiniteError) as raised:
     release(recorder, metrics(loss), 2)
   assert f'epoch 2: z_loss is {loss}; try smaller' in str(raised.value)
+  assert recorder.path in str(raised.value)
+  # For tables that are published.
+  assert recorder.path not in raised.value.reason
   rows = simulation.read_rows(recorder.path)
   assert str(rows[1]['z_loss']) == str(loss)
 
