@@ -8,6 +8,7 @@ import gc
 import os
 import pathlib
 import signal
+import sys
 
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 # Tests run on all cores, one process each.
@@ -154,6 +155,15 @@ def runtime_of_module(request):
   context = request.getfixturevalue('in_process_context')
   with tff.framework.get_context_stack().install(context):
     yield
+
+
+@pytest.fixture(autouse=True)
+def restored_registry(monkeypatch):
+  """Methods that one test registers are unknown to the next."""
+  # TFF is imported only by those who use it.
+  registry = sys.modules.get('fednest_tff.registry')
+  if registry is not None:
+    monkeypatch.setattr(registry, '_METHODS', dict(registry._METHODS))
 
 
 @pytest.fixture

@@ -19,12 +19,6 @@ FAMILY = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def restored_registry(monkeypatch):
-  """Methods of one test are unknown to the next."""
-  monkeypatch.setattr(registry, '_METHODS', dict(registry._METHODS))
-
-
 def build_mine(
     problem, *, inner_learning_rate: float, strength: float = 2.0, seed: int = 0
 ):

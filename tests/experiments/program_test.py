@@ -47,7 +47,6 @@ def own(tmp_path, monkeypatch):
   """The name of a method in a file of its own; afterwards it is forgotten."""
   (tmp_path / 'somebody.py').write_text(OWN)
   monkeypatch.syspath_prepend(str(tmp_path))
-  monkeypatch.setattr(registry, '_METHODS', dict(registry._METHODS))
   monkeypatch.setattr(settings, 'METHOD_FLAGS', set(settings.METHOD_FLAGS))
   before = set(flags.FLAGS)
   yield 'somebody:build_own'
