@@ -7,7 +7,8 @@ r"""Compares methods at equal rounds, bytes, computation and tuning.
 
 Every method has as many trials on held-out training data; its best setting then
 runs on several seeds against the test data. Run again with the same flags, it
-goes on where it was stopped; `--methods`, `--seeds` and `--rounds` may grow.
+goes on where it was stopped. `--methods` and `--seeds` may grow, and so may
+`--rounds` if `--tuning_rounds` stays as it was.
 The output directory has leaderboard.csv, leaderboard.md, leaderboard.png and
 trials.csv.
 """

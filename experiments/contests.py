@@ -355,7 +355,10 @@ def choose(found: Mapping[str, Entry], names: list[str]) -> dict[str, Entry]:
     if name in found:
       chosen[name] = found[name]
     elif ':' in name:
-      chosen[name] = Entry(registry.get_method(name).label, name)
+      label = registry.get_method(name).label
+      # Two modules may have builders of one name.
+      is_taken = any(entry.label == label for entry in chosen.values())
+      chosen[name] = Entry(name if is_taken else label, name)
     else:
       raise ValueError(
           f'`methods`={name} is none of {", ".join(found)} for this problem'

@@ -72,6 +72,12 @@ def _read(path: str, clients: int) -> _Counts:
   )
 
 
+def _mean(counts: Sequence[_Counts]) -> ClientWork:
+  """The mean over the clients of all epochs."""
+  total = _Counts(*map(sum, zip(*counts, strict=True)))
+  return ClientWork(*(number / total.clients for number in total[1:]))
+
+
 def count_client_work(
     build: Callable[[], Process],
     cohort: Callable[[int], Sequence[tf.data.Dataset]],
@@ -84,9 +90,9 @@ def count_client_work(
     build: Builds the process; it is called once, and traces it anew.
     cohort: From an epoch (1, 2, ...) to the datasets of its clients.
     epochs: How many epochs to run.
-    epochs_if_random: How many epochs to run if a client has more products in
-      one of these epochs than in another: such a method draws how much it
-      computes, and the mean of a few draws may be far off.
+    epochs_if_random: How many epochs to run if clients compute more in one of
+      these epochs than in another. Then the method draws how much it computes,
+      or clients are unequal, and the mean of a few epochs may be far off.
 
   Returns:
     The mean over clients and epochs.
@@ -114,10 +120,11 @@ def count_client_work(
       state = process.initialize()
       while len(counts) < epochs:
         datasets = cohort(len(counts) + 1)
+        if not datasets:
+          raise ValueError(f'Epoch {len(counts) + 1} has no clients.')
         state = process.next(state, datasets).state
         counts.append(_read(path, len(datasets)))
-        per_client = {count.products / count.clients for count in counts}
-        if epochs_if_random and len(per_client) > 1:
+        works = {_mean([count]) for count in counts}
+        if epochs_if_random and len(works) > 1:
           epochs = max(epochs, epochs_if_random)
-  total = _Counts(*map(sum, zip(*counts, strict=True)))
-  return ClientWork(*(number / total.clients for number in total[1:]))
+  return _mean(counts)

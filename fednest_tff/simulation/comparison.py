@@ -7,7 +7,6 @@ on where it stopped, in the middle of a trial, too.
 """
 
 from collections.abc import Mapping, Sequence
-import json
 import os
 import shutil
 import statistics
@@ -30,7 +29,8 @@ from fednest_tff.simulation.contest import (
     Contest,
     Entry,
     Plan,
-    check_entries,
+    checked_entries,
+    file_name,
 )
 from fednest_tff.simulation.leaderboard import Facts, Outcome
 from fednest_tff.simulation.metric_values import (
@@ -54,9 +54,15 @@ class _StopTrialError(Exception):
   """Ends a trial that is worse than the others."""
 
 
-def _file_name(name: str) -> str:
-  """A name for files; a method may be 'package.module:builder'."""
-  return name.replace(':', '.')
+def _read_reason(path: str) -> str:
+  """Why a final run has diverged, from its file."""
+  try:
+    with errors.file_errors(path, 'read'):
+      return str(files.read_json(path))
+  except ValueError as error:
+    raise errors.RunError(
+        f'{path!r} is damaged: delete it, and the run is made again'
+    ) from error
 
 
 def _free_functions() -> None:
@@ -113,7 +119,7 @@ class _Comparison:
   def facts(self, name: str, entry: Entry) -> Facts:
     """Builds a method and counts its work, or reads what is there."""
     return method_facts.find_or_read(
-        self._directory.join(_FACTS, f'{_file_name(name)}.json'),
+        self._directory.join(_FACTS, f'{file_name(name)}.json'),
         entry,
         # Of a final run: trials for tuning may have fewer examples.
         lambda: self._builder(0, entry.method),
@@ -173,7 +179,7 @@ class _Comparison:
     try:
       for k in range(plan.tuning_seeds):
         seed, suffix = plan.tuning_seed + k, f'-again{k}' if k else ''
-        folder = f'{_file_name(name)}-trial{trial.number:03d}{suffix}'
+        folder = f'{file_name(name)}-trial{trial.number:03d}{suffix}'
         paths.append(self._path(folder))
         rows = self._builder(seed, entry.method).train(
             trial.hparams,
@@ -212,13 +218,12 @@ class _Comparison:
   ) -> tuple[list[Row], str | None]:
     """A final run: its rows, and what was not finite if it diverged."""
     plan, column = self._plan, self._contest.curve.column
-    path = self._path(f'{_file_name(name)}-seed{seed}')
+    path = self._path(f'{file_name(name)}-seed{seed}')
     metrics = os.path.join(path, tables.METRICS)
     failed = os.path.join(path, _NOT_FINITE)
     if os.path.exists(failed):
       rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
-      with open(failed) as file:
-        return bounded(rows, column), json.load(file)
+      return bounded(rows, column), _read_reason(failed)
     title = self._title(plan.budget + seed, entry.label, f'seed {seed}')
     epochs = epochs_of(plan.rounds, facts.rounds_per_epoch)
     try:
@@ -251,12 +256,11 @@ class _Comparison:
 
 def _tell_left_out(folder: str, entries: Mapping[str, Entry]) -> None:
   """Names the methods of an earlier comparison that are not asked for now."""
-  before = os.listdir(folder) if os.path.isdir(folder) else []
-  now = {f'{_file_name(name)}.json' for name in entries}
-  left = sorted(name.removesuffix('.json') for name in {*before} - now)
+  left = method_facts.known(folder) - {*map(file_name, entries)}
   if left:
     tqdm.tqdm.write(
-        f'left out of the tables: {", ".join(left)}; what was run stays',
+        f'left out of the tables: {", ".join(sorted(left))}; what was run'
+        ' stays',
         file=sys.stderr,
     )
 
@@ -302,23 +306,17 @@ def compare(
     StoppedError: After SIGINT or SIGTERM, at the end of an epoch.
   """
   plan.check()
-  check_entries(entries)
-  if any(character in directory for character in '?{'):
+  plan = Plan(*map(int, plan))  # NumPy's integers would not be kept as numbers.
+  entries = checked_entries(entries)
+  if any(character in directory for character in '?{}'):
     # They have a meaning in the address of a database.
     raise errors.RunError(
-        f'`output_dir` {directory!r} must not contain ? or {{'
+        f'`output_dir` {directory!r} must not contain ?, {{ or }}'
     )
-  kept = {
-      name: getattr(plan, name)
-      for name in (
-          'tuning_rounds', 'budget', 'rounds_per_evaluation', 'tuning_seed',
-          'tuning_seeds',
-      )
-  }
   outcomes: dict[str, Outcome] = {}
   with run_directory.RunDirectory(
       directory,
-      {'comparison': True, **settings, **kept},
+      {'comparison': True, **settings, **plan.tuning()},
       about,
       overwrite,
       places=places,

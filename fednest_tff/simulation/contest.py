@@ -10,6 +10,7 @@ from fednest_tff.simulation.search import StepRanges
 from fednest_tff.simulation.training import Trial
 
 _NAME = re.compile(r'\w[\w.:+-]{0,99}', re.ASCII)
+_BREAKS = re.compile(r'[|\r\n]')
 
 
 class Contest(NamedTuple):
@@ -46,15 +47,51 @@ class Entry(NamedTuple):
   fixed: Mapping[str, float] = {}
 
 
-def check_entries(entries: Mapping[str, Entry]) -> None:
-  """Raises a `ValueError` if methods cannot be compared as they are named.
+def file_name(name: str) -> str:
+  """A name for files; a method may be 'package.module:builder'."""
+  return name.replace(':', '.')
+
+
+def _check_entry(name: str, entry: Entry) -> None:
+  where = f'`entries[{name!r}]`'
+  if not isinstance(entry, Entry):
+    raise ValueError(f'{where} must be a `simulation.Entry`; got {entry!r}.')
+  label = entry.label
+  if not isinstance(label, str) or not label.strip() or _BREAKS.search(label):
+    raise ValueError(
+        f'The label of {where} must be a line of text without |, which ends a'
+        f' cell of a table; got {label!r}.'
+    )
+  if not isinstance(entry.fixed, Mapping):
+    raise ValueError(
+        f'`fixed` of {where} must be a mapping; got {entry.fixed!r}.'
+    )
+  for key, value in entry.fixed.items():
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+      raise ValueError(
+          f'`fixed` of {where}: {key!r} must be a number; got {value!r}.'
+      )
+
+
+def checked_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+  """The methods of a comparison, if they can be told apart.
 
   Args:
     entries: The methods, by names that are used for files.
+
+  Returns:
+    The same, with Python's own numbers.
+
+  Raises:
+    ValueError: If a name, a label or a number does not fit.
   """
-  if not entries:
-    raise ValueError('`entries` must hold at least one method; it is empty.')
+  if not isinstance(entries, Mapping) or not entries:
+    raise ValueError(
+        '`entries` must be a mapping with at least one method; got'
+        f' {entries!r}.'
+    )
   labels: dict[str, str] = {}
+  folders: dict[str, str] = {}
   for name, entry in entries.items():
     if not isinstance(name, str) or not _NAME.fullmatch(name):
       raise ValueError(
@@ -62,16 +99,24 @@ def check_entries(entries: Mapping[str, Entry]) -> None:
           ' and _ . : + -, and start with one of the first three: files are'
           ' named after it.'
       )
-    if not isinstance(entry, Entry):
-      raise ValueError(
-          f'`entries[{name!r}]` must be a `simulation.Entry`; got {entry!r}.'
+    _check_entry(name, entry)
+    for seen, key, what in (
+        # Some file systems do not tell A from a.
+        (folders, file_name(name).lower(), 'files'),
+        (labels, entry.label, 'label'),
+    ):
+      other = seen.setdefault(key, name)
+      if other != name:
+        raise ValueError(
+            f'{other!r} and {name!r} in `entries` would have the same {what},'
+            f' {key!r}.'
+        )
+  return {
+      name: entry._replace(
+          fixed={key: float(value) for key, value in entry.fixed.items()}
       )
-    other = labels.setdefault(entry.label, name)
-    if other != name:
-      raise ValueError(
-          f'`entries` {other!r} and {name!r} have the same label'
-          f' {entry.label!r}; tables need two.'
-      )
+      for name, entry in entries.items()
+  }
 
 
 def _count(number: int, word: str) -> str:
@@ -130,13 +175,21 @@ class Plan(NamedTuple):
             f' epoch of {label}; got {value}.'
         )
 
+  def tuning(self) -> dict[str, int]:
+    """What trials depend on: it stays as it is when a comparison grows."""
+    return {
+        name: value
+        for name, value in self._asdict().items()
+        if name not in ('rounds', 'seeds')
+    }
+
   def describe(self) -> str:
     """How the numbers of the tables are made, in a few sentences."""
     return (
         f'Every method had {_count(self.budget, "trial")} (one if it has'
         ' nothing to search) of'
-        f' {_count(self.tuning_rounds, "communication round")} on clients of'
-        f' {_count(self.tuning_seeds, "other seed")}, without the test data. A'
+        f' {_count(self.tuning_rounds, "communication round")} with'
+        f' {_count(self.tuning_seeds, "other seed")}, on the data for tuning. A'
         ' trial that was never as good as the median of the earlier ones was'
         ' stopped; those that were stopped or diverged count. The best setting'
         f' ran for {_count(self.rounds, "round")} on'

@@ -103,7 +103,8 @@ def value_at(
   if not at or mark < at[0]:
     return None
   values = np.array([row[curve.column] for row in evaluated], float)
-  if curve.logarithmic and (values > 0).all():
+  # A run that diverged may end with what is not finite.
+  if curve.logarithmic and (values[np.isfinite(values)] > 0).all():
     found = math.exp(np.interp(mark, at, np.log(values)))
   else:
     found = float(np.interp(mark, at, values))
@@ -210,9 +211,10 @@ def marks_of(
         if rows and not outcome.failures
     ]
     if totals:
-      found[cost.name] = [
+      # Two marks may be the same after rounding.
+      found[cost.name] = list(dict.fromkeys(
           _round_up(min(totals) * mark / rounds) for mark in at_rounds
-      ]
+      ))
   return found
 
 

@@ -1,18 +1,20 @@
 """What is known of a method before it has run, kept in a file.
 
-Counting what clients compute takes two epochs: it is done once for each method
+Counting what clients compute takes some epochs: it is done once for each method
 of a comparison.
 """
 
 from collections.abc import Callable
-import json
 import os
+from typing import Any, cast
 
 from fednest_tff.simulation import errors, files, search
 from fednest_tff.simulation.client_work import ClientWork
 from fednest_tff.simulation.contest import Entry
 from fednest_tff.simulation.leaderboard import Facts
 from fednest_tff.simulation.tuned_runs import TunedRuns, set_hparams, tunable
+
+_SUFFIX = '.json'
 
 
 def _find(
@@ -23,12 +25,21 @@ def _find(
   known = tunable(runs.process).get_hparams(state)
   space = {**search.space_of(known, steps), **entry.fixed}
   return {
+      'entry': [entry.method, {**entry.fixed}],
       'rounds_per_epoch': runs.rounds_per_epoch,
       'space': {
           name: list(value) if isinstance(value, search.Range) else value
           for name, value in space.items()
       },
       'work': runs.client_work._asdict(),
+  }
+
+
+def known(folder: str) -> set[str]:
+  """The methods whose facts are in a folder, by the names of their files."""
+  names = os.listdir(folder) if os.path.isdir(folder) else []
+  return {
+      name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)
   }
 
 
@@ -50,20 +61,21 @@ def find_or_read(
     The facts.
 
   Raises:
-    RunError: If the file is damaged, or cannot be read or written.
+    RunError: If the file is damaged or of another method, or cannot be read or
+      written.
   """
   if not os.path.exists(path):
     found = _find(entry, make_runs(), steps)
     with errors.file_errors(path):
       os.makedirs(os.path.dirname(path), exist_ok=True)
       files.write_json(path, found)
-  with errors.file_errors(path, 'read'):
-    text = files.read(path)
   try:
-    content = json.loads(text)
-    return Facts(
+    with errors.file_errors(path, 'read'):
+      content = cast(Any, files.read_json(path))
+    method, fixed = content['entry']
+    facts = Facts(
         entry.label,
-        content['rounds_per_epoch'],
+        int(content['rounds_per_epoch']),
         ClientWork(**content['work']),
         {
             name: search.Range(*value) if isinstance(value, list) else value
@@ -74,3 +86,10 @@ def find_or_read(
     raise errors.RunError(
         f'{path!r} is damaged: delete it, and it is made again'
     ) from error
+  if (method, fixed) != (entry.method, entry.fixed):
+    raise errors.RunError(
+        f'{path!r} is of the method {method!r} with {fixed or "nothing"} fixed,'
+        f' not of {entry.method!r} with {entry.fixed or "nothing"}: choose'
+        ' another name'
+    )
+  return facts

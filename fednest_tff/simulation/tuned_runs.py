@@ -25,8 +25,8 @@ from fednest_tff.simulation.training import Process, Trial
 from fednest_tff.simulation.weights import has_weights
 from fednest_tff.structures import Value
 
-# Epochs in which work is counted; more if a method draws how much it computes.
-_COUNTED_EPOCHS = 2
+# Epochs in which work is counted; more if it is not the same in all of them.
+_COUNTED_EPOCHS = 4
 _COUNTED_IF_RANDOM = 20
 
 

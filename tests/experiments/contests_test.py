@@ -78,3 +78,17 @@ def test_entries():
     contests.choose(found, [])
   with pytest.raises(ValueError, match='`methods` names a method twice'):
     contests.choose(found, ['simfbo', 'fednest', 'simfbo'])
+
+
+def test_builders_of_one_name_have_two_labels(tmp_path, monkeypatch):
+  for name in ('first', 'second'):
+    (tmp_path / f'own_{name}.py').write_text(
+        'import fednest_tff\n'
+        'build_mine = fednest_tff.build_sim_fbo\n'
+    )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  names = ['own_first:build_mine', 'own_second:build_mine']
+  found = contests.choose(contests.entries(QUADRATIC), names)
+  assert [entry.method for entry in found.values()] == names
+  first, second = (entry.label for entry in found.values())
+  assert first != second == names[1]

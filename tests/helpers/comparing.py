@@ -39,7 +39,7 @@ def compare(directory, methods=('simfbo', 'simfbo_v0'), epochs=None, plan=PLAN):
 
     return trial._replace(cohort=cohort)
 
-  # Counting what clients compute takes two epochs per method as well.
+  # Counting what clients compute takes four epochs per method as well.
   return simulation.compare(
       contest._replace(make_trial=make_trial),
       entries,

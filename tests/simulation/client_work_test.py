@@ -74,6 +74,60 @@ def test_random_work_is_counted_for_longer():
   assert seen == [*range(1, 31)]
 
 
+def test_unequal_cohorts_are_counted_for_longer():
+  """The mean is over clients, not over epochs."""
+  clients = [
+      quadratic.to_datasets(
+          quadratic.make_clients(num_clients=k, examples=(examples,))
+      )
+      for k, examples in [(1, 8), (3, 4)]
+  ]
+  seen = []
+  work = simulation.count_client_work(
+      lambda: fednest_tff.build(
+          quadratic.build_problem(), 'simfbo', inner_learning_rate=0.01,
+          linear_learning_rate=0.01, outer_learning_rate=0.01, local_steps=TAU,
+      ),
+      lambda epoch: seen.append(epoch) or clients[epoch % 2],
+      epochs=2,
+      epochs_if_random=6,
+  )
+  assert seen == [*range(1, 7)]
+  mean = (8 + 3 * 4) / 4
+  assert work == (TAU, TAU, mean * TAU, mean * TAU)
+
+
+def test_an_epoch_without_clients_is_refused():
+  with pytest.raises(ValueError, match='Epoch 1 has no clients'):
+    simulation.count_client_work(
+        lambda: fednest_tff.build(
+            quadratic.build_problem(), 'simfbo', inner_learning_rate=0.1,
+            linear_learning_rate=0.1, outer_learning_rate=0.1,
+        ),
+        lambda epoch: [],
+    )
+
+
+def test_random_work_of_tuned_runs_is_counted_for_longer():
+  datasets = quadratic.to_datasets(
+      quadratic.make_clients(num_clients=2, examples=(4,))
+  )
+  seen = []
+  trial = simulation.Trial(
+      lambda method: fednest_tff.build(
+          quadratic.build_problem(), method, inner_learning_rate=0.01,
+          outer_learning_rate=0.01, neumann_terms=8, ihgp='stochastic', seed=1,
+      ),
+      lambda epoch: seen.append(epoch) or datasets,
+      lambda weights: {},
+      2,
+  )
+  found = tuned_runs.TunedRuns(trial, 'fednest').client_work
+  assert seen == [*range(1, 21)]
+  # As above; the standard deviation of the mean of 20 draws is 0.51.
+  assert found.products == pytest.approx(4.5, abs=1.5)
+
+
 def test_work_of_tuned_runs_is_counted_whatever_the_steps():
   """Steps of a schedule are as large as it says until they are tuned."""
   datasets = quadratic.to_datasets(

@@ -63,6 +63,13 @@ def test_a_value_on_a_logarithmic_line():
   assert found == pytest.approx(0.005)
 
 
+def test_a_line_stays_logarithmic_before_a_run_diverges():
+  distance = CURVE._replace(logarithmic=True)
+  rows = run([1.0, 1e-4, math.nan])
+  found = leaderboard.value_at(rows, distance, ROUNDS, 1.5)
+  assert found == pytest.approx(0.01)
+
+
 def test_values_that_are_not_finite_are_none():
   rows = run([0.5, math.inf])
   assert leaderboard.value_at(rows, CURVE, ROUNDS, 2) is None
@@ -107,6 +114,18 @@ def test_marks_are_parts_of_what_the_cheapest_needs():
   marks = leaderboard.marks_of(outcomes, 4)
   assert marks == {'rounds': [4], 'megabytes': [8], 'client gradients': [120]}
   assert leaderboard.marks_of({}, 300)['rounds'] == [100, 250, 300]
+
+
+def test_equal_marks_are_one():
+  """100 and 101 rounds need 1.03 and 1.04 MB, both rounded up to 1.1."""
+  rows = run([0.5] * 101, megabytes=0.0103)
+  outcomes = {'a': outcome('A', [rows])}
+  marks = leaderboard.marks_of(outcomes, 101)
+  assert marks['rounds'] == [100, 101]
+  assert marks['megabytes'] == pytest.approx([1.1])
+  lines = leaderboard.standings(outcomes, CURVE, True, 101, None)
+  of_megabytes = [line.at for line in lines if line.axis == 'megabytes']
+  assert of_megabytes == marks['megabytes']
 
 
 def test_the_best_comes_first_and_diverged_ones_last(tmp_path):
