@@ -65,13 +65,13 @@ _DECAY = flags.DEFINE_boolean(
 _CHOOSABLE = (
     'dataset', 'data_dir', 'partition', 'dirichlet_alpha', 'num_clients',
     'clients_per_round', 'wrong_labels', 'wrong_labels_seed', 'imbalance',
-    'batch_size', 'local_steps', 'hidden', 'inner_fraction', 'runtime',
+    'batch_size', 'local_steps', 'hidden', 'inner_fraction', 'ridge', 'runtime',
     'compiled', 'unroll', 'devices',
 )
 # Those that only problems with images have.
 _IMAGE_FLAGS = {
     'dataset', 'data_dir', 'partition', 'dirichlet_alpha', 'wrong_labels',
-    'wrong_labels_seed', 'imbalance', 'hidden', 'inner_fraction',
+    'wrong_labels_seed', 'imbalance', 'hidden', 'inner_fraction', 'ridge',
 }
 # Settings of the experiments that a comparison has its own for.
 _REPLACED = (

@@ -51,6 +51,7 @@ def test_a_comparison(tmp_path, capfd):
     (['--methods=no.such:thing'], ["--methods 'no.such:thing'"]),
     (['--problem=cubic'], ['--problem=cubic is none of']),
     (['--partition=shards'], ['--partition has no effect in --problem=quad']),
+    (['--ridge=0.1'], ['--ridge has no effect in --problem=quadratic']),
     (['--hidden=foo'], ['--hidden has no effect in --problem=quadratic']),
     (['--clients_per_round=4'], ['--clients_per_round=4', '3']),
     (['--epochs=3'], ['--epochs has no effect in compare']),
