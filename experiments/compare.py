@@ -19,7 +19,7 @@ import sys
 from absl import flags, logging
 import tensorflow_federated as tff
 
-from experiments import contests, program, runs, runtimes
+from experiments import contest_presets, contests, program, runs, runtimes
 from experiments import settings as settings_lib
 from fednest_tff import simulation
 
@@ -94,16 +94,16 @@ def _plan(given: settings_lib.Flags) -> simulation.Plan:
 
 def _compare(given: settings_lib.Flags) -> None:
   name = given.get('problem', _DEFAULT)
-  if name not in contests.PRESETS:
+  if name not in contest_presets.PRESETS:
     raise settings_lib.SettingsError(
-        f'--problem={name} is none of {", ".join(contests.PRESETS)}'
+        f'--problem={name} is none of {", ".join(contest_presets.PRESETS)}'
     )
   unknown = sorted(given.keys() - {*_CHOOSABLE, *_OWN})
   if unknown:
     raise settings_lib.SettingsError(
         f'--{unknown[0]} has no effect in compare: leave it out'
     )
-  preset = contests.PRESETS[name]
+  preset = contest_presets.PRESETS[name]
   unused = sorted(given.keys() & _IMAGE_FLAGS) if name == 'quadratic' else []
   if unused:
     raise settings_lib.SettingsError(
@@ -190,7 +190,7 @@ def define_flags() -> list[str]:
   for name in (*_CHOOSABLE, *_OWN):
     FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
   FLAGS['problem'].help = (
-      f'One of {", ".join(contests.PRESETS)}; {_DEFAULT} if not given.'
+      f'One of {", ".join(contest_presets.PRESETS)}; {_DEFAULT} if not given.'
   )
   FLAGS['seeds'].help = (
       f'Seeds of the final runs, from 0; {_SEEDS} if not given.'

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from experiments import contests
+from experiments import contest_presets, contests
 import fednest_tff
 from fednest_tff import simulation
 
 RUNTIME = 'in_process'
 PLAN = simulation.Plan(rounds=40, tuning_rounds=20, budget=1)
-QUADRATIC = contests.PRESETS['quadratic']
+QUADRATIC = contest_presets.PRESETS['quadratic']
 
 
 def make_contest(decay):

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from experiments import contests
+from experiments import contest_presets, contests
 import fednest_tff
 from fednest_tff import simulation
 
@@ -14,7 +14,7 @@ PLAN = simulation.Plan(
 
 def contest_and_entries(methods=('simfbo', 'simfbo_v0')):
   """Small quadratics, and methods."""
-  preset = contests.PRESETS['quadratic']
+  preset = contest_presets.PRESETS['quadratic']
   settings = contests.resolve(preset, dict(num_clients=3, local_steps=2))
   return (
       contests.contest(preset, settings),
