@@ -219,6 +219,17 @@ def _short(number: float, _: int | None = None) -> str:
   return matplotlib.ticker.EngFormatter(sep='')(number)
 
 
+def _spread_costs(axes: matplotlib.axes.Axes) -> None:
+  """A logarithmic axis of costs, with labels that have room."""
+  axes.set_xscale('log')
+  # 2 and 5 help where there are few powers of ten, and elsewhere are too many.
+  left, right = axes.get_xlim()
+  subs = (1, 2, 5) if right < 100 * left else (1,)
+  axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=subs))
+  axes.xaxis.set_major_formatter(_short)
+  axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+
+
 def draw(
     outcomes: Mapping[str, Outcome],
     order: Sequence[str],
@@ -259,13 +270,7 @@ def draw(
     plots.draw_curves(axes, shown, curve, cost.name)
     axes.set_xlabel(cost.label)
     if cost is not COSTS[0]:
-      axes.set_xscale('log')
-      # Short labels, also where there are few powers of ten.
-      axes.xaxis.set_major_locator(
-          matplotlib.ticker.LogLocator(subs=(1, 2, 5))
-      )
-      axes.xaxis.set_major_formatter(_short)
-      axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+      _spread_costs(axes)
   panels[0].set_ylabel(curve.label)
   _spread_shares(panels[0], shown, curve)
   figure.suptitle(title, fontsize=11)

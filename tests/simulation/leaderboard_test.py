@@ -1,5 +1,6 @@
 """The leaderboard's numbers, computed by hand."""
 
+import itertools
 import math
 
 import matplotlib.figure
@@ -178,3 +179,23 @@ def test_shares_near_one_have_room(last, scale):
   if scale == 'logit':
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert {'0.9', '0.95'} < set(labels)
+
+
+@pytest.mark.parametrize('largest', [2e4, 1e5, 1e6, 5e6])
+def test_labels_of_costs_do_not_touch(largest):
+  figure = matplotlib.figure.Figure(figsize=(3.7, 3))
+  axes = figure.subplots()
+  axes.plot([6e3, largest], [0, 1])
+  leaderboard_page._spread_costs(axes)
+  figure.canvas.draw()
+  left, right = axes.get_xlim()
+  labels = [
+      label.get_window_extent()
+      for place, label in zip(
+          axes.get_xticks(), axes.get_xticklabels(), strict=True
+      )
+      if left <= place <= right
+  ]
+  assert len(labels) >= 2
+  for one, other in itertools.pairwise(labels):
+    assert one.x1 + 2 < other.x0
