@@ -68,8 +68,8 @@ _CHOOSABLE = (
     'batch_size', 'local_steps', 'hidden', 'inner_fraction', 'ridge', 'runtime',
     'compiled', 'unroll', 'devices',
 )
-# Those that only problems with images have.
-_IMAGE_FLAGS = {
+# Those that the quadratics do not have.
+_NOT_OF_QUADRATICS = {
     'dataset', 'data_dir', 'partition', 'dirichlet_alpha', 'wrong_labels',
     'wrong_labels_seed', 'imbalance', 'hidden', 'inner_fraction', 'ridge',
 }
@@ -104,8 +104,8 @@ def _compare(given: settings_lib.Flags) -> None:
         f'--{unknown[0]} has no effect in compare: leave it out'
     )
   preset = contest_presets.PRESETS[name]
-  unused = sorted(given.keys() & _IMAGE_FLAGS) if name == 'quadratic' else []
-  if unused:
+  unused = sorted(given.keys() & _NOT_OF_QUADRATICS)
+  if name == 'quadratic' and unused:
     raise settings_lib.SettingsError(
         f'--{unused[0]} has no effect in --problem=quadratic: leave it out'
     )
@@ -141,7 +141,7 @@ def _compare(given: settings_lib.Flags) -> None:
         output_dir,
         settings={'experiment': 'compare', 'problem': name, **decisive},
         about=runs.about(),
-        title=f'{name}: {", ".join(_described(settings, name))}',
+        title=f'{name}: {", ".join(_described(settings, name, given))}',
         overwrite=given.get('overwrite', False),
         places=settings_lib.MACHINES,
     )
@@ -152,8 +152,10 @@ def _compare(given: settings_lib.Flags) -> None:
   print(f'tables and plot: {output_dir}')
 
 
-def _described(settings: settings_lib.Settings, problem: str) -> list[str]:
-  """The data, for a title that begins with the problem."""
+def _described(
+    settings: settings_lib.Settings, problem: str, given: settings_lib.Flags
+) -> list[str]:
+  """The data and choices, for a title that begins with the problem."""
   found = []
   for name in ('dataset', 'partition'):
     value = getattr(settings, name, None)
@@ -168,6 +170,8 @@ def _described(settings: settings_lib.Settings, problem: str) -> list[str]:
     found.append(f'{size} of {total} clients' if size else f'{total} clients')
   elif size:
     found.append(f'{size} clients per round')
+  if 'ridge' in given:
+    found.append(f'ridge {settings.ridge:g}')
   if _DECAY.value:
     found.append('steps fall to 0 in the second half')
   return found

@@ -73,3 +73,15 @@ def test_bad_flags_are_one_line(tmp_path, capfd, arguments, parts):
   for part in parts:
     assert part in printed.err
   assert printed.out == '' and not where.exists()
+
+
+def test_titles_tell_what_was_chosen(tmp_path, capfd):
+  code = command(
+      'compare', *TINY, '--problem=saddle', '--methods=simfbo', '--ridge=20',
+      '--decay', f'--output_dir={tmp_path}/none',
+  )
+  printed = capfd.readouterr()
+  assert code == 0, printed.err
+  assert printed.out.startswith(
+      '# saddle: 3 clients, ridge 20, steps fall to 0 in the second half\n'
+  )
