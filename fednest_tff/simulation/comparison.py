@@ -16,6 +16,7 @@ import tensorflow_federated as tff
 import tqdm
 
 from fednest_tff.simulation import (
+    diverged_runs,
     errors,
     files,
     leaderboard_page,
@@ -33,11 +34,7 @@ from fednest_tff.simulation.contest import (
     file_name,
 )
 from fednest_tff.simulation.leaderboard import Facts, Outcome
-from fednest_tff.simulation.metric_values import (
-    bounded,
-    check_growth,
-    value_of,
-)
+from fednest_tff.simulation.metric_values import check_growth, value_of
 from fednest_tff.simulation.search import Range, Search
 from fednest_tff.simulation.tables import Row
 from fednest_tff.simulation.training import Trial
@@ -45,24 +42,12 @@ from fednest_tff.simulation.tuned_runs import TunedRuns, epochs_of, is_done
 
 SEARCH = 'search.db'
 _FACTS = 'facts'
-_NOT_FINITE = 'not_finite.json'
 _HPARAMS = 'hparams.json'
 _KEPT_FUNCTIONS = 4
 
 
 class _StopTrialError(Exception):
   """Ends a trial that is worse than the others."""
-
-
-def _read_reason(path: str) -> str:
-  """Why a final run has diverged, from its file."""
-  try:
-    with errors.file_errors(path, 'read'):
-      return str(files.read_json(path))
-  except ValueError as error:
-    raise errors.RunError(
-        f'{path!r} is damaged: delete it, and the run is made again'
-    ) from error
 
 
 def _free_functions() -> None:
@@ -95,7 +80,7 @@ class _Comparison:
   def _builder(self, seed: int, method: str) -> TunedRuns:
     if seed not in self._trials:
       is_tuning = seed >= self._plan.tuning_seed
-      self._trials[seed] = self._contest.make_trial(seed, is_tuning)
+      self._trials[seed] = self._contest.checked_trial(seed, is_tuning)
       self._directory.check_data(self._trials[seed].fingerprint)
     if (seed, method) not in self._builders:
       self._builders[seed, method] = TunedRuns(self._trials[seed], method)
@@ -219,17 +204,14 @@ class _Comparison:
     """A final run: its rows, and what was not finite if it diverged."""
     plan, column = self._plan, self._contest.curve.column
     path = self._path(f'{file_name(name)}-seed{seed}')
-    metrics = os.path.join(path, tables.METRICS)
-    failed = os.path.join(path, _NOT_FINITE)
-    if os.path.exists(failed):
-      rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
-      return bounded(rows, column), _read_reason(failed)
+    if diverged_runs.is_marked(path):
+      return diverged_runs.read(path, column)
     title = self._title(plan.budget + seed, entry.label, f'seed {seed}')
     epochs = epochs_of(plan.rounds, facts.rounds_per_epoch)
     try:
       is_ended = is_done(path, epochs)
       if is_ended:
-        rows = tables.read_rows(metrics)
+        rows = tables.read_rows(os.path.join(path, tables.METRICS))
       else:
         with errors.file_errors(path):
           files.write_json(os.path.join(path, _HPARAMS), dict(hparams))
@@ -246,11 +228,9 @@ class _Comparison:
       if not is_ended:
         self._tell(title, rows[-1][column])
     except errors.NonFiniteError as error:
-      with errors.file_errors(path):
-        files.write_json(failed, error.reason)
+      diverged_runs.mark(path, error.reason)
       self._tell(title, 'diverged')
-      rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
-      return bounded(rows, column), error.reason
+      return diverged_runs.read(path, column)
     return rows, None
 
 
@@ -269,7 +249,7 @@ def compare(
     contest: Contest,
     entries: Mapping[str, Entry],
     plan: Plan,
-    directory: str,
+    directory: str | os.PathLike[str],
     *,
     settings: Mapping[str, object] = {},
     about: Mapping[str, object] = {},
@@ -305,6 +285,9 @@ def compare(
     RunError: If the directory does not fit, or a file cannot be written.
     StoppedError: After SIGINT or SIGTERM, at the end of an epoch.
   """
+  directory = os.fspath(directory)
+  if not isinstance(plan, Plan):
+    raise ValueError(f'`plan` must be a `simulation.Plan`; got {plan!r}.')
   plan.check()
   plan = Plan(*map(int, plan))  # NumPy's integers would not be kept as numbers.
   entries = checked_entries(entries)
@@ -316,7 +299,7 @@ def compare(
   outcomes: dict[str, Outcome] = {}
   with run_directory.RunDirectory(
       directory,
-      {'comparison': True, **settings, **plan.tuning()},
+      {'comparison': True, **settings, **contest.tuning(), **plan.tuning()},
       about,
       overwrite,
       places=places,
@@ -326,6 +309,7 @@ def compare(
     # Of all methods before the first trial, so that a mistake in the last
     # method is told at once.
     facts = {}
+    labels = [entry.label for entry in entries.values()]
     for name, entry in entries.items():
       facts[name] = comparison.facts(name, entry)
       plan.check_epoch(entry.label, facts[name].rounds_per_epoch)
@@ -341,7 +325,7 @@ def compare(
             plan.rounds,
             contest.target,
             title,
-            plan.describe(),
+            plan.describe(labels[k + 1:]),
             with_plot=k == len(entries) - 1,
         )
   return outcomes

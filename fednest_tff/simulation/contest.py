@@ -1,6 +1,7 @@
 """What is compared, and how far: a problem, the methods, the rounds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+import math
 import numbers
 import re
 from typing import NamedTuple
@@ -8,6 +9,7 @@ from typing import NamedTuple
 from fednest_tff.simulation.plots import Curve
 from fednest_tff.simulation.search import StepRanges
 from fednest_tff.simulation.training import Trial
+from fednest_tff.structures import Value
 
 _NAME = re.compile(r'\w[\w.:+-]{0,99}', re.ASCII)
 _BREAKS = re.compile(r'[|\r\n]')
@@ -30,6 +32,41 @@ class Contest(NamedTuple):
   larger_is_better: bool
   steps: StepRanges
   target: float | None = None
+
+  def checked_trial(self, seed: int, is_tuning: bool) -> Trial:
+    """A trial whose evaluations are refused if they lack the metric.
+
+    Args:
+      seed: Of the trial.
+      is_tuning: Whether it serves for tuning.
+
+    Returns:
+      The trial.
+    """
+    trial = self.make_trial(seed, is_tuning)
+    column = self.curve.column
+
+    def evaluate(weights: Value) -> dict[str, float]:
+      found = trial.evaluate(weights)
+      if column not in found:
+        raise ValueError(
+            f'`curve.column` {column!r} is none of what is evaluated:'
+            f' {", ".join(found)}.'
+        )
+      return found
+
+    return trial._replace(evaluate=evaluate)
+
+  def tuning(self) -> dict[str, object]:
+    """What decides which settings are tried and chosen, as JSON has it."""
+    return {
+        'metric': self.curve.column,
+        'larger_is_better': self.larger_is_better,
+        'step_ranges': {
+            name: None if steps is None else list(steps)
+            for name, steps in self.steps._asdict().items()
+        },
+    }
 
 
 class Entry(NamedTuple):
@@ -67,9 +104,11 @@ def _check_entry(name: str, entry: Entry) -> None:
         f'`fixed` of {where} must be a mapping; got {entry.fixed!r}.'
     )
   for key, value in entry.fixed.items():
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    is_number = isinstance(value, numbers.Real) and math.isfinite(value)
+    if isinstance(value, bool) or not is_number:
       raise ValueError(
-          f'`fixed` of {where}: {key!r} must be a number; got {value!r}.'
+          f'`fixed` of {where}: {key!r} must be a finite number; got'
+          f' {value!r}.'
       )
 
 
@@ -183,9 +222,22 @@ class Plan(NamedTuple):
         if name not in ('rounds', 'seeds')
     }
 
-  def describe(self) -> str:
-    """How the numbers of the tables are made, in a few sentences."""
-    return (
+  def describe(self, missing: Sequence[str] = ()) -> str:
+    """How the numbers of the tables are made, in a few sentences.
+
+    Args:
+      missing: Labels of methods that are not done yet.
+
+    Returns:
+      The sentences.
+    """
+    unfinished = ''
+    if missing:
+      unfinished = (
+          f'**Not done yet, and not in the tables: {", ".join(missing)}.** The'
+          ' plot is drawn when all methods are done. '
+      )
+    return unfinished + (
         f'Every method had {_count(self.budget, "trial")} (one if it has'
         ' nothing to search) of'
         f' {_count(self.tuning_rounds, "communication round")} with'
@@ -196,6 +248,7 @@ class Plan(NamedTuple):
         f' {_count(self.seeds, "seed")}. Means ± standard errors over the'
         ' seeds. Between two evaluations, numbers are read off the line that'
         ' joins them; a run that needs less than a mark in all of its rounds'
-        ' counts there with its end. A dash: nothing was evaluated yet, the'
-        ' runs had diverged, or the target was not reached.'
+        ' counts there with its end. Costs until a target are those of the'
+        ' first evaluation that is there. A dash: nothing was evaluated yet,'
+        ' the runs had diverged, or the target was not reached.'
     )

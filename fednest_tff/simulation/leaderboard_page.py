@@ -212,7 +212,7 @@ def _spread_shares(
   axes.set_ylabel(f'{curve.label} (logit scale)')
 
 
-def _short(number: float, _: int | None = None) -> str:
+def _short(number: float, _: float | None = None) -> str:
   """A label of an axis: 0.5, 20, 2k, 1M."""
   if number < 1:
     return f'{number:g}'

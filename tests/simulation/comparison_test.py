@@ -11,7 +11,7 @@ import pytest
 
 from fednest_tff import simulation
 from fednest_tff.simulation import comparison
-from fednest_tff.simulation.search import Range, Search
+from fednest_tff.simulation.search import Range, Search, StepRanges
 from tests.helpers import comparing
 
 RUNTIME = 'in_process'
@@ -162,6 +162,21 @@ def test_another_method_under_a_known_name_is_refused(compared):
       simulation.compare(
           contest, {'simfbo': other}, comparing.PLAN, str(directory)
       )
+  assert (directory / 'leaderboard.md').read_bytes() == page
+
+
+@pytest.mark.parametrize('change, name', [
+    (dict(larger_is_better=True), 'larger_is_better'),
+    (dict(steps=StepRanges(*[Range(0.2, 0.3, 0.25)] * 3)), 'step_ranges'),
+])
+def test_another_way_to_choose_is_refused(compared, change, name):
+  _, directory = compared
+  contest, entries = comparing.contest_and_entries()
+  page = (directory / 'leaderboard.md').read_bytes()
+  with pytest.raises(simulation.RunError, match=name):
+    simulation.compare(
+        contest._replace(**change), entries, comparing.PLAN, directory
+    )
   assert (directory / 'leaderboard.md').read_bytes() == page
 
 
@@ -449,3 +464,36 @@ def test_a_damaged_reason_is_named(tmp_path, monkeypatch):
   path.write_text('"x is')
   with pytest.raises(simulation.RunError, match=r'not_finite.json. is damaged'):
     comparing.compare(tmp_path, ['simfbo'], plan=plan)
+
+
+def test_damaged_rows_of_a_diverged_run_are_named(tmp_path):
+  entries = {'simfbo': simulation.Entry(
+      'SimFBO', 'simfbo', {'inner_learning_rate': 30.0}
+  )}
+  contest, _ = comparing.contest_and_entries()
+  plan = comparing.PLAN._replace(rounds=60, budget=1, seeds=1)
+  found = simulation.compare(contest, entries, plan, tmp_path)
+  assert found['simfbo'].failures
+  assert simulation.compare(contest, entries, plan, tmp_path) == found
+  path = tmp_path / 'runs' / 'simfbo-seed0' / 'metrics.csv'
+  path.write_bytes(path.read_bytes().replace(b'\n2,', b'\n3,'))
+  with pytest.raises(simulation.RunError, match='epoch 2 of .*damaged'):
+    simulation.compare(contest, entries, plan, tmp_path)
+
+
+def test_a_page_before_all_methods_are_done(tmp_path, monkeypatch):
+  run = comparison._Comparison.outcome
+
+  def stop_at_the_second(self, k, *arguments):
+    if k:
+      raise KeyboardInterrupt
+    return run(self, k, *arguments)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(comparison._Comparison, 'outcome', stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+      comparing.compare(tmp_path)
+  page = (tmp_path / 'leaderboard.md').read_text()
+  assert 'Not done yet, and not in the tables: SimFBO, v = 0.' in page
+  comparing.compare(tmp_path)
+  assert 'Not done yet' not in (tmp_path / 'leaderboard.md').read_text()

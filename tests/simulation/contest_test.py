@@ -1,5 +1,7 @@
 """Methods and plans that do not fit are refused before anything is written."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,31 @@ def test_plans_that_do_not_fit(tmp_path, change, name):
   assert not (tmp_path / 'none').exists()
 
 
+def test_a_plan_that_is_none(tmp_path):
+  problem, entries = comparing.contest_and_entries()
+  with pytest.raises(ValueError, match='`plan` must be a `simulation.Plan`'):
+    simulation.compare(problem, entries, (4, 4, 2), tmp_path / 'none')
+  assert not (tmp_path / 'none').exists()
+
+
+def test_an_evaluation_without_the_metric_is_named(tmp_path):
+  problem, entries = comparing.contest_and_entries(['simfbo'])
+  other = problem._replace(curve=problem.curve._replace(column='distance'))
+  with pytest.raises(
+      ValueError, match="`curve.column` 'distance' is none .*: x_distance"
+  ):
+    # A directory may be a path.
+    simulation.compare(other, entries, comparing.PLAN, tmp_path / 'some')
+
+
+def test_pages_name_what_is_not_done_yet():
+  page = comparing.PLAN.describe(['FedMSA', 'FedNest'])
+  assert page.startswith(
+      '**Not done yet, and not in the tables: FedMSA, FedNest.**'
+  )
+  assert comparing.PLAN.describe().startswith('Every method had')
+
+
 def test_rounds_and_seeds_may_grow():
   grown = comparing.PLAN._replace(rounds=9, seeds=9)
   assert grown.tuning() == comparing.PLAN.tuning()
@@ -46,8 +73,9 @@ def test_rounds_and_seeds_may_grow():
     ({'a': ENTRY._replace(label='a|b')}, 'must be a line of text'),
     ({'a': ENTRY._replace(label='a\nb')}, 'must be a line of text'),
     ({'a': ENTRY._replace(fixed=None)}, '`fixed` of .* must be a mapping'),
-    ({'a': ENTRY._replace(fixed={'s': None})}, "'s' must be a number"),
-    ({'a': ENTRY._replace(fixed={'s': True})}, "'s' must be a number"),
+    ({'a': ENTRY._replace(fixed={'s': None})}, "'s' must be a finite number"),
+    ({'a': ENTRY._replace(fixed={'s': True})}, "'s' must be a finite number"),
+    ({'a': ENTRY._replace(fixed={'s': math.nan})}, "'s' must be a finite"),
 ])
 def test_entries_that_do_not_fit(tmp_path, entries, message):
   problem, _ = comparing.contest_and_entries()
