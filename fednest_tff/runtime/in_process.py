@@ -25,6 +25,7 @@ from fednest_tff import structures
 from fednest_tff.runtime import devices as devices_lib
 from fednest_tff.runtime.compiler import (
     call_dominant,
+    call_options,
     datasets,
     graphs,
     lowering,
@@ -167,26 +168,33 @@ class InProcessRuntime:
     with self._lock:
       rewritten = call_dominant.to_call_dominant(computation)
     argument = datasets.separate(argument, computation.type_signature.parameter)
-    read = self._read(rewritten, argument) if self._compiled else []
-    cohort = self._choose_cohort(rewritten, argument, read)
+    with call_options.without_temporary_variables():
+      result = self._run_with_fallback(rewritten, argument)
+    return tff.types.type_to_py_container(
+        result, computation.type_signature.result
+    )
+
+  def _run_with_fallback(
+      self, computation: call_dominant.CallDominant, argument: Value
+  ) -> Value:
+    """Runs a computation, client by client if all at once is impossible."""
+    read = self._read(computation, argument) if self._compiled else []
+    cohort = self._choose_cohort(computation, argument, read)
     try:
-      result = self._run(rewritten, cohort, argument, read)
+      return self._run(computation, cohort, argument, read)
     except tf.errors.OpError as error:
       if not cohort.is_vectorised:
         raise
       # Shown with --verbosity=1. Most often, tensors differ in their shapes.
       logging.vlog(1, 'Clients cannot be computed at once: %s', error.message)
-      self._uneven.add(rewritten.fingerprint)
+      self._uneven.add(computation.fingerprint)
       try:
-        cohort = self._choose_cohort(rewritten, argument, read)
-        result = self._run(rewritten, cohort, argument, read)
+        cohort = self._choose_cohort(computation, argument, read)
+        return self._run(computation, cohort, argument, read)
       except tf.errors.OpError:
         # Different shapes were not the cause.
-        self._uneven.discard(rewritten.fingerprint)
+        self._uneven.discard(computation.fingerprint)
         raise
-    return tff.types.type_to_py_container(
-        result, computation.type_signature.result
-    )
 
   def _read(
       self, computation: call_dominant.CallDominant, argument: Value

@@ -289,6 +289,23 @@ def test_errors_name_the_quantity_and_leave_the_runtime_usable(runtime):
   assert run_in_process(runtime, lambda: integers([1, 2]))[1] == 3
 
 
+def test_an_error_in_a_sum_of_large_tensors_leaves_the_runtime_usable(runtime):
+  """TensorFlow would add them up in a variable, and the error leave it."""
+
+  @tff.tensorflow.computation(np.float32)
+  def add_tensors_and_logarithm(a):
+    first = [tf.fill([2**23], a * k) for k in range(8)]  # 32 MB each.
+    with tf.control_dependencies(first):
+      logarithm = tf.debugging.check_numerics(tf.math.log(a), 'logarithm')
+    return tf.add_n([*first, tf.fill([2**23], logarithm)])[0]
+
+  for _ in range(2):
+    with pytest.raises(tf.errors.InvalidArgumentError, match='logarithm'):
+      run_in_process(runtime, lambda: add_tensors_and_logarithm(-1.0))
+  found = run_in_process(runtime, lambda: add_tensors_and_logarithm(1.0))
+  assert found == sum(range(8))
+
+
 @pytest.mark.parametrize('value,message', [
     ([1, 'a'], None), (3, 'a list with a value per client')
 ])

@@ -20,5 +20,6 @@ The steps, in the order in which a computation passes through them:
 - `graphs`: the calls of `tff.tensorflow.computation`s. `graph_rewriting`
   simplifies their graphs, `converters` vectorises their operations and
   `while_loops` the loops in them.
+- `call_options`: how TensorFlow optimizes the function.
 - `values`: converts single Python values to tensors and back.
 """
