@@ -1,24 +1,40 @@
 """A small comparison that can be killed."""
 
+import functools
 import os
 import signal
 
 from experiments import contest_presets, contests
 import fednest_tff
 from fednest_tff import simulation
+from fednest_tff.local import derivatives
 
+PRESET = contest_presets.PRESETS['quadratic']
 PLAN = simulation.Plan(
     rounds=2, tuning_rounds=2, budget=2, seeds=2, rounds_per_evaluation=1
 )
 
 
+@functools.cache
+def _make_trial(seed, is_tuning):
+  """A trial on small quadratics; it builds each method once for all tests."""
+  settings = contests.resolve(PRESET, dict(num_clients=3, local_steps=2))
+  trial = contests.contest(PRESET, settings).make_trial(seed, is_tuning)
+  build_once = functools.cache(trial.build)
+
+  def build(method):
+    # Counted derivatives belong to a process of their own.
+    return (trial.build if derivatives.is_marked() else build_once)(method)
+
+  return trial._replace(build=build)
+
+
 def contest_and_entries(methods=('simfbo', 'simfbo_v0')):
   """Small quadratics, and methods."""
-  preset = contest_presets.PRESETS['quadratic']
-  settings = contests.resolve(preset, dict(num_clients=3, local_steps=2))
+  contest = contests.contest(PRESET, contests.resolve(PRESET, {}))
   return (
-      contests.contest(preset, settings),
-      contests.choose(contests.entries(preset), list(methods)),
+      contest._replace(make_trial=_make_trial),
+      contests.choose(contests.entries(PRESET), list(methods)),
   )
 
 
