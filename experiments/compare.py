@@ -29,9 +29,8 @@ _SEEDS = 3
 _METHODS = flags.DEFINE_list(
     'methods', ['all'],
     'Methods, separated by commas: names of the registry, simfbo_momentum,'
-    " simfbo_v0 and simfbo_momentum_v0 (v = 0), fednest_paper (the paper's"
-    ' steps),'
-    ' package.module:builder; or all.',
+    ' simfbo_v0 and simfbo_momentum_v0 (v = 0), fednest_n5 (N = 5),'
+    " fednest_paper (the paper's steps), package.module:builder; or all.",
 )
 _ROUNDS = flags.DEFINE_integer(
     'rounds', 200, 'Communication rounds of the final runs.', lower_bound=1

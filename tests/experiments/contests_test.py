@@ -63,6 +63,16 @@ def test_variants_have_their_settings_and_fall_likewise():
   assert 'server_momentum' not in steps(trial.build('simfbo'), 0)
 
 
+def test_fednest_has_more_rounds_with_five_terms():
+  # T = 1; quadratics have N = 3 for all other methods.
+  trial = make_contest(PLAN).make_trial(0, False)
+  rounds = [
+      fednest_tff.communication_cost(trial.build(name)).rounds
+      for name in ('fednest', 'fednest_n5')
+  ]
+  assert rounds == [2 + 3 + 2, 2 + 5 + 2]
+
+
 def test_entries():
   found = contests.entries(QUADRATIC)
   assert found['simfbo_v0'].fixed == {'linear_learning_rate': 0.0}
