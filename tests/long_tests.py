@@ -61,6 +61,7 @@ LONG_TESTS = {
     ),
     'experiments/benchmark_test.py': (ALL,),
     'experiments/binaries_test.py': (
+        'test_binary[fed_avg]',
         'test_binary[no_tuning]',
         'test_binary[class_weights]',
         'test_binary[centralised]',
@@ -76,6 +77,7 @@ LONG_TESTS = {
         'test_fednest_goes_to_a_saddle_point_away_from_zero',
         'test_fednest_solves_the_portfolio_and_lfednest_does_not',
     ),
+    'experiments/compare_test.py': ('test_titles_tell_what_was_chosen',),
     'experiments/contests_test.py': (
         'test_steps_fall_in_the_second_half_of_the_rounds',
         'test_variants_have_their_settings_and_fall_likewise',
@@ -96,6 +98,7 @@ LONG_TESTS = {
     ),
     'experiments/reproduce_test.py': ('test_a_figure_from_runs_to_claims',),
     'experiments/resume_test.py': (
+        'test_more_epochs_go_on',
         'test_killed_at_random_moments',
         'test_several_runs_killed_at_random_moments',
         'test_damaged_checkpoint_and_full_disk',
@@ -134,6 +137,7 @@ LONG_TESTS = {
     ),
     'notebook_test.py': (ALL,),
     'readme_test.py': (
+        'test_from_a_problem_to_a_figure',
         'test_keras_and_other_processes',
         'test_differential_privacy',
     ),
@@ -164,6 +168,7 @@ LONG_TESTS = {
         )
     ),
     'runtime/in_process_test.py': (
+        'test_equal_processes_share_a_compiled_function',
         'test_learning_algorithms',
         'test_aggregators_of_learning_algorithms',
         'test_k_means_and_a_preprocessed_process',
@@ -188,7 +193,11 @@ LONG_TESTS = {
         'test_numbers_of_methods[personal]',
         'test_numbers_by_chunks',
     ),
+    'simulation/client_work_test.py': (
+        'test_random_work_is_counted_for_longer',
+    ),
     'simulation/comparison_test.py': (
+        'test_damaged_rows_of_a_diverged_run_are_named',
         'test_every_method_has_as_many_trials',
         'test_the_ablation_keeps_v_at_zero',
         'test_tables_have_the_runs_numbers',
