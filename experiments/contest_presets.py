@@ -145,12 +145,14 @@ class Variant(NamedTuple):
     method: Of the registry.
     flags: Settings that differ from those of the other methods.
     fixed: Hyper-parameters that are not searched.
+    steps: The step sizes to search if they are not those of the problem.
   """
 
   label: str
   method: str
   flags: Flags = {}
   fixed: Mapping[str, float] = {}
+  steps: StepRanges | None = None
 
 
 _VARIANTS = {
@@ -186,9 +188,23 @@ IMAGE_VARIANTS = {
 }
 
 
+def _baselines_of(preset: Preset) -> dict[str, Variant]:
+  """Those of hyper-cleaning, tuned like the methods.
+
+  The classifier, which is y in the methods, is their only variable.
+  """
+  if preset.experiment is not hyper_cleaning.EXPERIMENT:
+    return {}
+  steps = StepRanges(*[preset.steps.inner] * 3)
+  return {
+      name: Variant(baseline.label, name, steps=steps)
+      for name, baseline in preset.experiment.baselines.items()
+  }
+
+
 def variants_of(preset: Preset) -> dict[str, Variant]:
   """The methods with settings of their own that a problem has."""
-  found = dict(_VARIANTS)
+  found = _VARIANTS | _baselines_of(preset)
   if preset.kind == 'bilevel':
     found |= _BILEVEL_VARIANTS
   if preset.experiment is hyper_representation.EXPERIMENT:

@@ -21,7 +21,7 @@ from fednest_tff.simulation.tuned_runs import epochs_of
 
 
 def entries(preset: Preset) -> dict[str, Entry]:
-  """All methods that are defined for a problem, and the ablations.
+  """All methods that are defined for a problem, ablations and baselines.
 
   Args:
     preset: The problem.
@@ -39,7 +39,7 @@ def entries(preset: Preset) -> dict[str, Entry]:
   for name, variant in variants_of(preset).items():
     # One without settings of its own shares what is compiled for the method.
     built = name if variant.flags else variant.method
-    found[name] = Entry(variant.label, built, variant.fixed)
+    found[name] = Entry(variant.label, built, variant.fixed, variant.steps)
   return found
 
 

@@ -1,7 +1,8 @@
 r"""Data hyper-cleaning: training labels of which a share is wrong.
 
-  python -m experiments.hyper_cleaning --method=simfbo,no_cleaning,true_labels \
-      --wrong_labels=0.4 --output_dir=outputs/hyper_cleaning
+  python -m experiments.hyper_cleaning --wrong_labels=0.4 \
+      --method=simfbo,no_cleaning,true_labels,validation_only \
+      --output_dir=outputs/hyper_cleaning
 
 x has one number per training example of all clients; y is a classifier. With
 l_j the cross-entropy of example j, n_i the training examples of client i and
@@ -14,9 +15,9 @@ whose labels are right. So all of the hypergradient is indirect:
 h_j = -sigma'(x_j) / n_i <grad l_j(y), v>. Reported are the test accuracy and
 how well sigma(x) tells wrong labels from right ones, as the area under the ROC
 curve: 1 if every right label has a larger weight than every wrong one, 0.5 for
-weights that know nothing. Two baselines train the same classifier by FedAvg:
-`no_cleaning` on all training labels as they are, `true_labels` on the examples
-whose label is right.
+weights that know nothing. Three baselines train the same classifier by FedAvg:
+`no_cleaning` on all training labels as they are, `true_labels` on the training
+examples whose label is right, and `validation_only` on the validation examples.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ import fednest_tff
 from fednest_tff import simulation
 
 _DEFAULTS = image_clients.DATA | dict(
-    method=['simfbo', 'no_cleaning', 'true_labels'],
+    method=['simfbo', 'no_cleaning', 'true_labels', 'validation_only'],
     wrong_labels=0.4,
     wrong_labels_seed=None,
     inner_fraction=0.5,
@@ -162,30 +163,30 @@ def hyper_cleaning(
 
 
 def fixed_weights(
-    sizes: Sequence[int], weights: np.ndarray, ridge: float
+    sizes: Sequence[int], weights: np.ndarray | None, ridge: float
 ) -> learning_problems.LearningProblem:
   """Training with weights that stay: a single-level problem, in y alone.
 
   Args:
     sizes: As in `hyper_cleaning`.
-    weights: The weight of each training example.
+    weights: The weight of each training example; `None` to train on the
+      validation examples in their place.
     ridge: As in `hyper_cleaning`.
 
   Returns:
     The problem and its classifier, which is the outer variable here.
   """
   classifier = learning_problems.classifier(sizes)
-  # Validation examples have the index -1, the last: their weight is 0.
-  padded = np.append(weights, 0).astype(np.float32)
 
   def loss(y, batch):
     images, labels, index = batch
-    used = tf.gather(padded, tf.where(index < 0, len(weights), index))
-    is_training = tf.cast(index >= 0, tf.float32)
+    # Validation examples have the index -1.
+    is_used = used = tf.cast((index < 0) == (weights is None), tf.float32)
+    if weights is not None:
+      given = tf.constant(weights, tf.float32)
+      used = is_used * tf.gather(given, tf.maximum(index, 0))
     losses = used * classifier.losses(y, images, labels)
-    fit = tf.math.divide_no_nan(
-        tf.reduce_sum(losses), tf.reduce_sum(is_training)
-    )
+    fit = tf.math.divide_no_nan(tf.reduce_sum(losses), tf.reduce_sum(is_used))
     return fit + classifier.penalty(ridge, y)
 
   problem = fednest_tff.single_level(
@@ -227,6 +228,7 @@ def make_trial(settings: Settings, seed: int) -> simulation.Trial:
   baselines = {
       'no_cleaning': fixed_weights(sizes, np.ones(count), ridge),
       'true_labels': fixed_weights(sizes, noisy.is_right, ridge),
+      'validation_only': fixed_weights(sizes, None, ridge),
   }
 
   def build(method):
@@ -268,6 +270,7 @@ EXPERIMENT = Experiment(
     baselines={
         'no_cleaning': Baseline('No cleaning', _FED_AVG),
         'true_labels': Baseline('True labels only', _FED_AVG),
+        'validation_only': Baseline('Validation examples only', _FED_AVG),
     },
 )
 

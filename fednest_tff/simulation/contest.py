@@ -62,10 +62,7 @@ class Contest(NamedTuple):
     return {
         'metric': self.curve.column,
         'larger_is_better': self.larger_is_better,
-        'step_ranges': {
-            name: None if steps is None else list(steps)
-            for name, steps in self.steps._asdict().items()
-        },
+        'step_ranges': self.steps.as_lists(),
     }
 
 
@@ -77,11 +74,14 @@ class Entry(NamedTuple):
     method: What the trials' `build` is asked for.
     fixed: Hyper-parameters that are not searched, by name. A method with
       nothing to search has one trial.
+    steps: The step sizes to search if they are not those of the contest. A
+      baseline without x may have the model for its outer variable.
   """
 
   label: str
   method: str
   fixed: Mapping[str, float] = {}
+  steps: StepRanges | None = None
 
 
 def file_name(name: str) -> str:
@@ -98,6 +98,11 @@ def _check_entry(name: str, entry: Entry) -> None:
     raise ValueError(
         f'The label of {where} must be a line of text without |, which ends a'
         f' cell of a table; got {label!r}.'
+    )
+  if not isinstance(entry.steps, StepRanges | None):
+    raise ValueError(
+        f'`steps` of {where} must be `simulation.StepRanges`; got'
+        f' {entry.steps!r}.'
     )
   if not isinstance(entry.fixed, Mapping):
     raise ValueError(

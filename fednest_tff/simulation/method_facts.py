@@ -17,15 +17,21 @@ from fednest_tff.simulation.tuned_runs import TunedRuns, set_hparams, tunable
 _SUFFIX = '.json'
 
 
+def _identity(entry: Entry) -> list[object]:
+  """What decides the facts of an entry, as JSON has it."""
+  own = [] if entry.steps is None else [entry.steps.as_lists()]
+  return [entry.method, {**entry.fixed}, *own]
+
+
 def _find(
     entry: Entry, runs: TunedRuns, steps: search.StepRanges
 ) -> dict[str, object]:
   state = runs.process.initialize()
   set_hparams(runs.process, state, entry.fixed)  # Refuses unknown ones.
   known = tunable(runs.process).get_hparams(state)
-  space = {**search.space_of(known, steps), **entry.fixed}
+  space = {**search.space_of(known, entry.steps or steps), **entry.fixed}
   return {
-      'entry': [entry.method, {**entry.fixed}],
+      'entry': _identity(entry),
       'rounds_per_epoch': runs.rounds_per_epoch,
       'space': {
           name: list(value) if isinstance(value, search.Range) else value
@@ -72,7 +78,7 @@ def find_or_read(
   try:
     with errors.file_errors(path, 'read'):
       content = cast(Any, files.read_json(path))
-    method, fixed = content['entry']
+    method, fixed, *own = content['entry']
     facts = Facts(
         entry.label,
         int(content['rounds_per_epoch']),
@@ -90,6 +96,12 @@ def find_or_read(
     raise errors.RunError(
         f'{path!r} is of the method {method!r} with {fixed or "nothing"} fixed,'
         f' not of {entry.method!r} with {entry.fixed or "nothing"}: choose'
+        ' another name'
+    )
+  if content['entry'] != _identity(entry):
+    raise errors.RunError(
+        f'{path!r} is of {method!r} with the step ranges'
+        f' {own[0] if own else "of the contest"}, which are others now: choose'
         ' another name'
     )
   return facts

@@ -69,6 +69,13 @@ class StepRanges(NamedTuple):
   outer: Range
   series_outer: Range | None = None
 
+  def as_lists(self) -> dict[str, list[float] | None]:
+    """The ranges by name, as JSON has them."""
+    return {
+        name: None if steps is None else list(steps)
+        for name, steps in self._asdict().items()
+    }
+
 
 # The weight of the penalty method.
 _PENALTY = Range(3.0, 300.0, 10.0)

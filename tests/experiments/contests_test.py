@@ -90,6 +90,26 @@ def test_entries():
     contests.choose(found, ['simfbo', 'fednest', 'simfbo'])
 
 
+def test_baselines_of_hyper_cleaning_search_the_steps_of_the_classifier():
+  preset = contest_presets.PRESETS['hyper_cleaning']
+  found = contests.entries(preset)
+  for name in ('no_cleaning', 'true_labels', 'validation_only'):
+    assert found[name].method == name
+    assert found[name].steps.outer == preset.steps.inner
+  assert found['simfbo'].steps is None
+  settings = contests.resolve(preset, dict(num_clients=4, clients_per_round=2))
+  trial = contests.contest(preset, settings, PLAN).make_trial(1000, True)
+  process = trial.build('validation_only')
+  known = process.get_hparams(process.initialize())
+  assert 'outer_learning_rate' in known and 'inner_learning_rate' not in known
+  start, end = (
+      steps(process, epoch, outer_learning_rate=np.float32(0.5))
+      for epoch in (0, 19)
+  )
+  assert start['outer_learning_rate'] == 0.5
+  np.testing.assert_allclose(end['outer_learning_rate'], 0.05, rtol=1e-5)
+
+
 def test_builders_of_one_name_have_two_labels(tmp_path, monkeypatch):
   for name in ('first', 'second'):
     (tmp_path / f'own_{name}.py').write_text(

@@ -160,16 +160,18 @@ def test_baselines_train_on_what_they_say():
       'bias': tf.zeros([CLASSES]),
   }]
   matrix = np.vstack([y[0]['weight'], y[0]['bias']])
-  for weights in (np.ones(10), noisy.is_right):
+  for weights in (np.ones(10), noisy.is_right, None):
     problem, _ = hyper_cleaning.fixed_weights(
         (FEATURES, CLASSES), weights, RIDGE
     )
     images, labels, index = noisy.clients[0]
-    used = index >= 0
+    used = index < 0 if weights is None else index >= 0
     losses = -_log_probabilities(matrix, images[used])[
         np.arange(used.sum()), labels[used]
     ]
-    wanted = np.mean(weights[index[used]] * losses) + RIDGE * np.sum(matrix**2)
+    if weights is not None:
+      losses = weights[index[used]] * losses
+    wanted = np.mean(losses) + RIDGE * np.sum(matrix**2)
     found = problem.outer_loss(y, (), noisy.clients[0])
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 

@@ -157,6 +157,10 @@ def test_another_method_under_a_known_name_is_refused(compared):
   for other, message in [
       (entries['simfbo']._replace(method='fedmsa'), "not of 'fedmsa' with"),
       (entries['simfbo_v0'], "'linear_learning_rate': 0.0"),
+      (
+          entries['simfbo']._replace(steps=StepRanges(*[Range(1, 3, 2)] * 3)),
+          "of 'simfbo' with the step ranges of the contest, which are others",
+      ),
   ]:
     with pytest.raises(simulation.RunError, match=message):
       simulation.compare(
@@ -178,6 +182,23 @@ def test_another_way_to_choose_is_refused(compared, change, name):
         contest._replace(**change), entries, comparing.PLAN, directory
     )
   assert (directory / 'leaderboard.md').read_bytes() == page
+
+
+def test_an_entry_may_have_steps_of_its_own(tmp_path):
+  contest, entries = comparing.contest_and_entries(['simfbo'])
+  own = StepRanges(*[Range(0.001, 0.003, 0.002)] * 3)
+  entry = entries['simfbo']._replace(steps=own)
+  plan = comparing.PLAN._replace(seeds=1)
+  (found,) = simulation.compare(
+      contest, {'simfbo': entry}, plan, tmp_path
+  ).values()
+  first, second = (trial.hparams for trial in found.tried)
+  assert set(first.values()) == {0.002}
+  assert all(0.001 <= value <= 0.003 for value in second.values())
+  assert first != second
+  assert simulation.compare(
+      contest, {'simfbo': entry}, plan, tmp_path
+  ) == {'simfbo': found}
 
 
 def test_integers_of_numpy_are_the_same_plan(compared):

@@ -72,6 +72,7 @@ def test_rounds_and_seeds_may_grow():
     ({'a': ENTRY._replace(label=' ')}, 'must be a line of text'),
     ({'a': ENTRY._replace(label='a|b')}, 'must be a line of text'),
     ({'a': ENTRY._replace(label='a\nb')}, 'must be a line of text'),
+    ({'a': ENTRY._replace(steps=0.1)}, '`steps` of .* must be'),
     ({'a': ENTRY._replace(fixed=None)}, '`fixed` of .* must be a mapping'),
     ({'a': ENTRY._replace(fixed={'s': None})}, "'s' must be a finite number"),
     ({'a': ENTRY._replace(fixed={'s': True})}, "'s' must be a finite number"),
