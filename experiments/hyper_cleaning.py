@@ -181,7 +181,9 @@ def fixed_weights(
   def loss(y, batch):
     images, labels, index = batch
     # Validation examples have the index -1.
-    is_used = used = tf.cast((index < 0) == (weights is None), tf.float32)
+    is_used = used = tf.cast(
+        index < 0 if weights is None else index >= 0, tf.float32
+    )
     if weights is not None:
       given = tf.constant(weights, tf.float32)
       used = is_used * tf.gather(given, tf.maximum(index, 0))
