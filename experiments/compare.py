@@ -130,8 +130,9 @@ def _compare(given: settings_lib.Flags) -> None:
       if key not in _REPLACED
   }
   plan = _plan(given)
+  decisive['decay'] = _DECAY.value
   if _DECAY.value:  # The steps depend on the rounds, which may not grow then.
-    decisive['decay'] = plan.rounds
+    decisive['rounds'] = plan.rounds
   try:
     simulation.compare(
         contests.contest(preset, settings, plan if _DECAY.value else None),

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from experiments import image_clients, nested
+from experiments import settings as settings_lib
 from experiments.closed_form import Case
 from experiments.contest_presets import IMAGE_VARIANTS, Preset, variants_of
 from experiments.reproduce import quadratics
-from experiments.settings import COMMON, Flags, Settings
+from experiments.settings import Flags, Settings
 import fednest_tff
 from fednest_tff import registry, simulation
 from fednest_tff.simulation import Entry
@@ -78,7 +79,9 @@ def resolve(preset: Preset, given: Flags) -> Settings:
   if preset.experiment is None:
     defaults: Flags = dict(num_clients=10, clients_per_round=None)
     steps: Flags = nested.STEP_SIZES
-    return Settings(**(COMMON | defaults | steps | preset.flags | given))
+    return settings_lib.resolve(
+        'compare --problem=quadratic', defaults | steps | preset.flags, given
+    )
   # Step sizes are only where the search starts from.
   steps = {
       f'{level}_learning_rate': getattr(preset.steps, level).start
@@ -173,8 +176,9 @@ def choose(found: Mapping[str, Entry], names: list[str]) -> dict[str, Entry]:
       chosen[name] = found[name]
     elif ':' in name:
       label = registry.get_method(name).label
-      # Two modules may have builders of one name.
-      is_taken = any(entry.label == label for entry in chosen.values())
+      # Builders of other modules may have names that are taken.
+      known = (*found.values(), *chosen.values())
+      is_taken = any(entry.label == label for entry in known)
       chosen[name] = Entry(name if is_taken else label, name)
     else:
       raise ValueError(

@@ -204,10 +204,10 @@ class _Comparison:
     """A final run: its rows, and what was not finite if it diverged."""
     plan, column = self._plan, self._contest.curve.column
     path = self._path(f'{file_name(name)}-seed{seed}')
-    if diverged_runs.is_marked(path):
-      return diverged_runs.read(path, column)
-    title = self._title(plan.budget + seed, entry.label, f'seed {seed}')
     epochs = epochs_of(plan.rounds, facts.rounds_per_epoch)
+    if diverged_runs.is_marked(path):
+      return diverged_runs.read(path, column, epochs)
+    title = self._title(plan.budget + seed, entry.label, f'seed {seed}')
     try:
       is_ended = is_done(path, epochs)
       if is_ended:
@@ -230,7 +230,7 @@ class _Comparison:
     except errors.NonFiniteError as error:
       diverged_runs.mark(path, error.reason)
       self._tell(title, 'diverged')
-      return diverged_runs.read(path, column)
+      return diverged_runs.read(path, column, epochs)
     return rows, None
 
 
@@ -289,6 +289,7 @@ def compare(
   if not isinstance(plan, Plan):
     raise ValueError(f'`plan` must be a `simulation.Plan`; got {plan!r}.')
   plan.check()
+  contest = Contest.checked(contest)
   plan = Plan(*map(int, plan))  # NumPy's integers would not be kept as numbers.
   entries = checked_entries(entries)
   if any(character in directory for character in '?{}'):

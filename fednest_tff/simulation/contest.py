@@ -6,6 +6,8 @@ import numbers
 import re
 from typing import NamedTuple
 
+import numpy as np
+
 from fednest_tff.simulation.plots import Curve
 from fednest_tff.simulation.search import StepRanges
 from fednest_tff.simulation.training import Trial
@@ -33,6 +35,44 @@ class Contest(NamedTuple):
   steps: StepRanges
   target: float | None = None
 
+  def checked(self) -> 'Contest':
+    """The same with Python's own numbers, if all parts fit.
+
+    Returns:
+      The contest.
+
+    Raises:
+      ValueError: If a part does not fit.
+    """
+    if not isinstance(self, Contest):
+      raise ValueError(
+          f'`contest` must be a `simulation.Contest`; got {self!r}.'
+      )
+    if not callable(self.make_trial):
+      raise ValueError(
+          f'`make_trial` must be a function; got {self.make_trial!r}.'
+      )
+    if not isinstance(self.curve, Curve) or not _is_line(self.curve.column):
+      raise ValueError(
+          '`curve` must be a `simulation.Curve` whose column is a line of text'
+          f' without |; got {self.curve!r}.'
+      )
+    if not isinstance(self.larger_is_better, bool | np.bool_):
+      raise ValueError(
+          '`larger_is_better` must be True or False; got'
+          f' {self.larger_is_better!r}.'
+      )
+    target = self.target
+    if target is not None:
+      if not _is_finite(target):
+        raise ValueError(f'`target` must be a finite number; got {target!r}.')
+      target = float(target)
+    return self._replace(
+        steps=StepRanges.checked(self.steps, 'steps'),
+        larger_is_better=bool(self.larger_is_better),
+        target=target,
+    )
+
   def checked_trial(self, seed: int, is_tuning: bool) -> Trial:
     """A trial whose evaluations are refused if they lack the metric.
 
@@ -44,6 +84,10 @@ class Contest(NamedTuple):
       The trial.
     """
     trial = self.make_trial(seed, is_tuning)
+    if not isinstance(trial, Trial):
+      raise ValueError(
+          f'`make_trial` must return a `simulation.Trial`; got {trial!r}.'
+      )
     column = self.curve.column
 
     def evaluate(weights: Value) -> dict[str, float]:
@@ -52,6 +96,12 @@ class Contest(NamedTuple):
         raise ValueError(
             f'`curve.column` {column!r} is none of what is evaluated:'
             f' {", ".join(found)}.'
+        )
+      value = np.asarray(found[column])
+      if value.ndim or value.dtype.kind not in 'iuf':
+        raise ValueError(
+            f'`curve.column` {column!r} must be evaluated as a number; got'
+            f' {found[column]!r}.'
         )
       return found
 
@@ -84,6 +134,20 @@ class Entry(NamedTuple):
   steps: StepRanges | None = None
 
 
+def _is_line(text: object) -> bool:
+  return isinstance(text, str) and bool(text.strip()) and not (
+      _BREAKS.search(text)
+  )
+
+
+def _is_finite(number: object) -> bool:
+  return (
+      isinstance(number, numbers.Real)
+      and not isinstance(number, bool)
+      and math.isfinite(number)
+  )
+
+
 def file_name(name: str) -> str:
   """A name for files; a method may be 'package.module:builder'."""
   return name.replace(':', '.')
@@ -94,23 +158,17 @@ def _check_entry(name: str, entry: Entry) -> None:
   if not isinstance(entry, Entry):
     raise ValueError(f'{where} must be a `simulation.Entry`; got {entry!r}.')
   label = entry.label
-  if not isinstance(label, str) or not label.strip() or _BREAKS.search(label):
+  if not _is_line(label):
     raise ValueError(
         f'The label of {where} must be a line of text without |, which ends a'
         f' cell of a table; got {label!r}.'
-    )
-  if not isinstance(entry.steps, StepRanges | None):
-    raise ValueError(
-        f'`steps` of {where} must be `simulation.StepRanges`; got'
-        f' {entry.steps!r}.'
     )
   if not isinstance(entry.fixed, Mapping):
     raise ValueError(
         f'`fixed` of {where} must be a mapping; got {entry.fixed!r}.'
     )
   for key, value in entry.fixed.items():
-    is_number = isinstance(value, numbers.Real) and math.isfinite(value)
-    if isinstance(value, bool) or not is_number:
+    if not _is_finite(value):
       raise ValueError(
           f'`fixed` of {where}: {key!r} must be a finite number; got'
           f' {value!r}.'
@@ -157,7 +215,10 @@ def checked_entries(entries: Mapping[str, Entry]) -> dict[str, Entry]:
         )
   return {
       name: entry._replace(
-          fixed={key: float(value) for key, value in entry.fixed.items()}
+          fixed={key: float(value) for key, value in entry.fixed.items()},
+          steps=entry.steps and StepRanges.checked(
+              entry.steps, f'entries[{name!r}].steps'
+          ),
       )
       for name, entry in entries.items()
   }

@@ -31,24 +31,27 @@ def _read_reason(path: str) -> str:
     ) from error
 
 
-def read(path: str, column: str) -> tuple[list[Row], str]:
+def read(path: str, column: str, epochs: int) -> tuple[list[Row], str]:
   """The rows of a run until its metric grew too large, and why it diverged.
 
   Args:
     path: The directory of the run.
     column: The metric.
+    epochs: How many it was to have.
 
   Returns:
     The rows, and the reason.
 
   Raises:
-    RunError: If a file is damaged or cannot be read.
+    RunError: If a file is damaged or cannot be read, or if the run has more
+      epochs than it was to have.
   """
-  _, damage = tables.read_table(path, Manifest(path))
+  table, damage = tables.read_table(path, Manifest(path))
   if damage:
     raise errors.RunError(
         f'{damage}: delete {path!r}, and the run is made again'
     )
+  tables.check_length(path, table, epochs)
   metrics = os.path.join(path, tables.METRICS)
   rows = tables.read_rows(metrics) if os.path.exists(metrics) else []
   return bounded(rows, column), _read_reason(os.path.join(path, _NOT_FINITE))

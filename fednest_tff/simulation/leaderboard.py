@@ -207,8 +207,8 @@ def marks_of(
     totals = [
         cost.of(rows[-1])
         for outcome in outcomes.values()
-        for rows in outcome.runs
-        if rows and not outcome.failures
+        for seed, rows in enumerate(outcome.runs)
+        if rows and seed not in outcome.failures
     ]
     if totals:
       # Two marks may be the same after rounding.

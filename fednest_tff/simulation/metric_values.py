@@ -31,6 +31,9 @@ def bounded(rows: list[Row], column: str) -> list[Row]:
 
 def check_growth(rows: list[Row], column: str) -> None:
   """Raises `NonFiniteError` if a metric grew to a million times that."""
-  if len(bounded(rows, column)) < len(rows):
-    largest = max(abs(row[column]) for row in rows if column in row)
-    raise errors.NonFiniteError(f'{column} grew to {largest:.0e}')
+  count = len(bounded(rows, column))
+  if count < len(rows):
+    # The first that is too large: it stays the same if the run goes on.
+    raise errors.NonFiniteError(
+        f'{column} grew to {abs(rows[count][column]):.0e}'
+    )

@@ -181,6 +181,13 @@ class Recorder(tff.program.ReleaseManager):
         'seconds': round(seconds, 4),
         **self._labels,
     }
+    # TFF's loop itself adds a time to the evaluation.
+    for name in evaluation.keys() - _DROPPED:
+      if name in row or name in training or name == 'epoch':
+        raise ValueError(
+            f'`evaluate` returns {name!r}, which is the name of a number of'
+            ' each epoch: choose another one.'
+        )
     for name, number in (evaluation | training).items():
       if name not in _DROPPED and name not in row:
         row[name] = number

@@ -44,6 +44,7 @@ LEFTOVERS = (
     *(f'{name}{files.TEMPORARY}' for name in (*_FILES, MARKER)),
     f'{checkpoints.CHECKPOINTS}/*{files.TEMPORARY}',
     'plot.tmp.*',
+    'leaderboard.png.tmp.png',
 )
 
 

@@ -12,6 +12,7 @@ stopped. Trials that are stopped or diverge count.
 from collections.abc import Iterator, Mapping
 import contextlib
 import math
+import numbers
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import warnings
 
@@ -44,6 +45,18 @@ class Range(NamedTuple):
   high: float
   start: float
 
+  def check(self, name: str) -> None:
+    """Raises a `ValueError` that names the range if it is none."""
+    is_range = isinstance(self, Range) and all(
+        isinstance(value, numbers.Real) and math.isfinite(value)
+        for value in self
+    )
+    if not is_range or not 0 < self.low <= self.start <= self.high:
+      raise ValueError(
+          f'`{name}` must be a `simulation.Range` of finite numbers with 0 <'
+          f' low <= start <= high; got {self!r}.'
+      )
+
   def inverse(self) -> 'Range':
     """The range of the reciprocals."""
     return Range(1 / self.high, 1 / self.low, 1 / self.start)
@@ -68,6 +81,29 @@ class StepRanges(NamedTuple):
   linear: Range
   outer: Range
   series_outer: Range | None = None
+
+  def checked(self, name: str) -> 'StepRanges':
+    """The same with Python's own numbers, if all ranges are ranges.
+
+    Args:
+      name: What a message calls them.
+
+    Returns:
+      The ranges.
+
+    Raises:
+      ValueError: If something else is given.
+    """
+    if not isinstance(self, StepRanges):
+      raise ValueError(
+          f'`{name}` must be `simulation.StepRanges`; got {self!r}.'
+      )
+    found: dict[str, Range] = {}
+    for field, steps in self._asdict().items():
+      if field != 'series_outer' or steps is not None:
+        Range.check(steps, f'{name}.{field}')
+        found[field] = Range(*map(float, steps))
+    return StepRanges(**found)
 
   def as_lists(self) -> dict[str, list[float] | None]:
     """The ranges by name, as JSON has them."""
@@ -148,9 +184,12 @@ def _readable(path: str) -> Iterator[None]:
   except (
       sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError
   ) as error:
+    # What SQLite itself says, such as 'database or disk is full'.
+    reason = str(getattr(error.__cause__ or error, 'orig', error))
     raise errors.RunError(
-        f'{path!r} is damaged, or cannot be written: put an older copy in its'
-        ' place, or choose `overwrite` to start anew'
+        f'{path!r} is damaged, or cannot be written ({reason.splitlines()[0]}):'
+        ' free the disk or put an older copy in its place; `overwrite` starts'
+        ' anew'
     ) from error
 
 

@@ -137,6 +137,24 @@ def read_table(directory: str, manifest: Manifest) -> tuple[Table, str]:
   return table, ''
 
 
+def check_length(path: str, table: Table, epochs: int) -> None:
+  """Refuses a final run that has more epochs than it is to have.
+
+  Args:
+    path: The directory of the run.
+    table: Its rows.
+    epochs: How many it is to have.
+
+  Raises:
+    RunError: If it has more.
+  """
+  if len(table.rows) > epochs:
+    raise errors.RunError(
+        f'{path!r} has {len(table.rows)} epochs, more than {epochs}: `rounds`'
+        ' may grow, but not shrink'
+    )
+
+
 def is_complete(path: str, epochs: int) -> bool:
   """Whether a metrics file has all of a run's rows, and none is damaged."""
   directory = os.path.dirname(path)

@@ -88,10 +88,25 @@ class _Signals:
       raise errors.InterruptedRunError(number)
     self.received = number
 
-  def __exit__(self, *error: object) -> None:
+  def __exit__(
+      self,
+      kind: type[BaseException] | None,
+      error: BaseException | None,
+      traceback: types.TracebackType | None,
+  ) -> None:
+    del kind, traceback
     for number, handler in self._previous.items():
       signal.signal(number, handler)
     self._previous.clear()
+    # Whoever catches the error may start another run.
+    is_stop = isinstance(error, errors.StoppedError)
+    if isinstance(error, Exception) and not is_stop:
+      if self.received is not None:
+        raise errors.StoppedError(
+            f'stopped in an epoch that ended the run ({error}); run the same'
+            ' command again to go on',
+            self.received,
+        ) from error
 
 
 def _warn_of_other_steps(directory: str, now: Value, before: Value) -> None:

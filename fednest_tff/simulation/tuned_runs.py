@@ -14,7 +14,6 @@ import tensorflow_federated as tff
 from fednest_tff.runtime.communication import communication_cost
 from fednest_tff.simulation import (
     client_work,
-    errors,
     records,
     tables,
     training,
@@ -114,11 +113,7 @@ def is_done(path: str, epochs: int) -> bool:
     records.check_finite(tables.read_rows(metrics)[-1], metrics)
     return has_weights(path, epochs)
   table, _ = tables.read_table(path, Manifest(path))
-  if len(table.rows) > epochs:
-    raise errors.RunError(
-        f'{path!r} has {len(table.rows)} epochs, more than {epochs}: `rounds`'
-        ' may grow, but not shrink'
-    )
+  tables.check_length(path, table, epochs)
   return False
 
 

@@ -53,6 +53,7 @@ def test_a_comparison(tmp_path, capfd):
     (['--partition=shards'], ['--partition has no effect in --problem=quad']),
     (['--ridge=0.1'], ['--ridge has no effect in --problem=quadratic']),
     (['--hidden=foo'], ['--hidden has no effect in --problem=quadratic']),
+    (['--num_clients=1000000000000'], ['--num_clients=', 'must be at most']),
     (['--clients_per_round=4'], ['--clients_per_round=4', '3']),
     (['--epochs=3'], ['--epochs has no effect in compare']),
     (['--budget=0'], ['--budget', '0']),
@@ -85,3 +86,9 @@ def test_titles_tell_what_was_chosen(tmp_path, capfd):
   assert printed.out.startswith(
       '# saddle: 3 clients, ridge 20, steps fall to 0 in the second half\n'
   )
+  code = command(
+      'compare', *TINY, '--problem=saddle', '--methods=simfbo', '--ridge=20',
+      '--decay', '--rounds=8', f'--output_dir={tmp_path}/none',
+  )
+  assert code == 2
+  assert '--rounds was 7 and is 8' in capfd.readouterr().err

@@ -122,3 +122,7 @@ def test_builders_of_one_name_have_two_labels(tmp_path, monkeypatch):
   assert [entry.method for entry in found.values()] == names
   first, second = (entry.label for entry in found.values())
   assert first != second == names[1]
+  known = contests.entries(QUADRATIC)
+  # That of the library comes later.
+  found = contests.choose(known, ['fednest_tff:build_sim_fbo', 'simfbo'])
+  assert found['fednest_tff:build_sim_fbo'].label == 'fednest_tff:build_sim_fbo'

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import types
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from fednest_tff import simulation
-from fednest_tff.simulation import comparison
+from fednest_tff.simulation import comparison, diverged_runs
 from fednest_tff.simulation.search import Range, Search, StepRanges
 from tests.helpers import comparing
 
@@ -211,6 +212,17 @@ def test_fewer_rounds_than_there_are_refused(compared):
   _, directory = compared
   with pytest.raises(simulation.RunError, match='may grow, but not shrink'):
     comparing.compare(directory, plan=comparing.PLAN._replace(rounds=1))
+
+
+def test_fewer_rounds_than_a_diverged_run_has_are_refused(compared, tmp_path):
+  _, directory = compared
+  path = tmp_path / 'run'
+  shutil.copytree(directory / 'runs' / 'simfbo-seed0', path)
+  diverged_runs.mark(str(path), 'x is inf')
+  rows, reason = diverged_runs.read(str(path), 'x_distance', 2)
+  assert len(rows) == 2 and reason == 'x is inf'
+  with pytest.raises(simulation.RunError, match='may grow, but not shrink'):
+    diverged_runs.read(str(path), 'x_distance', 1)
 
 
 def test_damaged_facts_are_named(compared):

@@ -33,6 +33,69 @@ def test_a_plan_that_is_none(tmp_path):
   assert not (tmp_path / 'none').exists()
 
 
+RANGE = simulation.Range(0.1, 1.0, 0.5)
+
+
+@pytest.mark.parametrize('change, message', [
+    (dict(make_trial=None), '`make_trial` must be a function'),
+    (dict(make_trial=lambda *_: None), '`make_trial` must return'),
+    (dict(curve='d'), '`curve` must be a `simulation.Curve`'),
+    (dict(curve=simulation.Curve('a\nb', 'a')), '`curve` must be'),
+    (dict(larger_is_better='no'), '`larger_is_better` must be True or False'),
+    (dict(target='0.5'), '`target` must be a finite number'),
+    (dict(target=math.nan), '`target` must be a finite number'),
+    (dict(steps=None), '`steps` must be `simulation.StepRanges`'),
+    (dict(steps=(RANGE,) * 3), '`steps` must be `simulation.StepRanges`'),
+    *(
+        (
+            dict(steps=simulation.StepRanges(RANGE, wrong, RANGE)),
+            '`steps.linear` must be a `simulation.Range` of finite numbers',
+        )
+        for wrong in (
+            None, (0.1, 1.0, 0.5), simulation.Range(0.1, math.nan, 0.5),
+            simulation.Range(0.1, math.inf, 0.5),
+            simulation.Range(0.1, 1.0, 5.0), simulation.Range(1.0, 0.1, 0.5),
+            simulation.Range(0.0, 1.0, 0.5), simulation.Range('0.1', 1.0, 0.5),
+        )
+    ),
+])
+def test_contests_that_do_not_fit(tmp_path, change, message):
+  problem, entries = comparing.contest_and_entries(['simfbo'])
+  with pytest.raises(ValueError, match=message):
+    simulation.compare(
+        problem._replace(**change), entries, comparing.PLAN, tmp_path / 'none'
+    )
+  assert not list((tmp_path / 'none').glob('runs/*'))
+
+
+def test_a_contest_that_is_none(tmp_path):
+  with pytest.raises(ValueError, match='`contest` must be a `simulation.Cont'):
+    simulation.compare(None, {'a': ENTRY}, comparing.PLAN, tmp_path / 'none')
+
+
+def test_numbers_of_numpy_in_a_contest():
+  problem, _ = comparing.contest_and_entries(['simfbo'])
+  numbers = simulation.Range(*map(np.float32, RANGE))
+  checked = problem._replace(
+      steps=simulation.StepRanges(*[numbers] * 3), target=np.float32(0.5),
+      larger_is_better=np.bool_(False),
+  ).checked()
+  assert checked.steps.outer == tuple(map(float, numbers))
+  assert all(type(value) is float for value in checked.steps.outer)
+  assert checked.larger_is_better is False and checked.target == 0.5
+
+
+@pytest.mark.parametrize('value', [None, 'low', True, np.zeros(1)])
+def test_a_metric_that_is_no_number(value):
+  problem, _ = comparing.contest_and_entries(['simfbo'])
+  trial = problem.make_trial(0, False)._replace(
+      evaluate=lambda weights: {'x_distance': value}
+  )
+  other = problem._replace(make_trial=lambda seed, is_tuning: trial)
+  with pytest.raises(ValueError, match="'x_distance' must be evaluated as a"):
+    other.checked_trial(0, False).evaluate(None)
+
+
 def test_an_evaluation_without_the_metric_is_named(tmp_path):
   problem, entries = comparing.contest_and_entries(['simfbo'])
   other = problem._replace(curve=problem.curve._replace(column='distance'))
@@ -72,7 +135,7 @@ def test_rounds_and_seeds_may_grow():
     ({'a': ENTRY._replace(label=' ')}, 'must be a line of text'),
     ({'a': ENTRY._replace(label='a|b')}, 'must be a line of text'),
     ({'a': ENTRY._replace(label='a\nb')}, 'must be a line of text'),
-    ({'a': ENTRY._replace(steps=0.1)}, '`steps` of .* must be'),
+    ({'a': ENTRY._replace(steps=0.1)}, r"`entries\['a'\].steps` must be"),
     ({'a': ENTRY._replace(fixed=None)}, '`fixed` of .* must be a mapping'),
     ({'a': ENTRY._replace(fixed={'s': None})}, "'s' must be a finite number"),
     ({'a': ENTRY._replace(fixed={'s': True})}, "'s' must be a finite number"),

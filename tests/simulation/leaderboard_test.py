@@ -117,6 +117,12 @@ def test_marks_are_parts_of_what_the_cheapest_needs():
   assert leaderboard.marks_of({}, 300)['rounds'] == [100, 250, 300]
 
 
+def test_marks_if_every_method_has_a_seed_that_diverged():
+  diverged = [run([0.5], megabytes=1.0), run([0.5] * 4, megabytes=3.0)]
+  outcomes = {'a': outcome('A', diverged, {0: 'epoch 1: x is inf'})}
+  assert leaderboard.marks_of(outcomes, 4)['megabytes'] == [12]
+
+
 def test_equal_marks_are_one():
   """100 and 101 rounds need 1.03 and 1.04 MB, both rounded up to 1.1."""
   rows = run([0.5] * 101, megabytes=0.0103)

@@ -22,7 +22,7 @@ def test_rows_before_a_metric_grew():
   assert metric_values.bounded(fine, 'd') == fine
   metric_values.check_growth(fine, 'd')
   assert metric_values.bounded([{'epoch': 0}], 'd') == [{'epoch': 0}]
-  grown = rows(50.0, 1.0, -7e68, 2.0)
+  grown = rows(50.0, 1.0, -7e68, 9e70)
   assert metric_values.bounded(grown, 'd') == rows(50.0, 1.0)
   with pytest.raises(simulation.NonFiniteError, match='d grew to 7e.68'):
     metric_values.check_growth(grown, 'd')

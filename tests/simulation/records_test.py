@@ -62,6 +62,14 @@ def test_recorder_writes_rows(tmp_path):
   assert os.listdir(tmp_path / 'tensorboard')
 
 
+@pytest.mark.parametrize('name', ['z_loss', 'seconds', 'bytes_up', 'epoch'])
+def test_recorder_refuses_evaluations_named_like_other_numbers(tmp_path, name):
+  recorder = make_recorder(tmp_path)
+  with pytest.raises(ValueError, match=f'`evaluate` returns {name!r}, '):
+    release(recorder, metrics(0.5, **{name: 1.0}), 1)
+  assert not os.path.exists(recorder.path)
+
+
 def test_recorder_adds_up_rounds_and_bytes_that_were_measured(tmp_path):
   """A driver measures them; they differ from epoch to epoch."""
   recorder = make_recorder(tmp_path)

@@ -36,6 +36,24 @@ def test_signals_are_noted_and_handlers_come_back():
     signal.signal(signal.SIGHUP, old)
 
 
+@pytest.mark.parametrize(
+    'error', [simulation.NonFiniteError('x is inf'), KeyError('other')]
+)
+def test_a_signal_counts_if_the_epoch_ends_with_an_error(error):
+  """A comparison goes on after a run that diverged."""
+  with pytest.raises(simulation.StoppedError) as stopped:
+    with training._Signals() as signals:
+      signals.start()
+      signal.raise_signal(signal.SIGTERM)
+      raise error
+  assert stopped.value.signal_number == signal.SIGTERM
+  assert str(error) in str(stopped.value)
+  with pytest.raises(type(error)):
+    with training._Signals() as signals:
+      signals.start()
+      raise error
+
+
 def test_event_loop_comes_back():
   mine = asyncio.new_event_loop()
   asyncio.set_event_loop(mine)
