@@ -36,6 +36,7 @@ def test_hyper_cleaning(tmp_path, monkeypatch):
       name: rows[-1]['test_accuracy'] for name, (rows,) in names['runs'].items()
   }
   assert accuracies['cleaned'] > accuracies['not cleaned'] + 0.05
+  assert accuracies['not cleaned'] < names['validation_only']
 
   def images(cells):
     outputs = [o for c in cells['cells'] for o in c.get('outputs', [])]

@@ -304,6 +304,13 @@ def test_an_error_in_a_sum_of_large_tensors_leaves_the_runtime_usable(runtime):
       run_in_process(runtime, lambda: add_tensors_and_logarithm(-1.0))
   found = run_in_process(runtime, lambda: add_tensors_and_logarithm(1.0))
   assert found == sum(range(8))
+  # So would a call at the same time.
+  with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    calls = [
+        pool.submit(runtime.run, add_tensors_and_logarithm, 1.0)
+        for _ in range(4)
+    ]
+    assert {call.result() for call in calls} == {sum(range(8))}
 
 
 @pytest.mark.parametrize('value,message', [
