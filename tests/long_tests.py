@@ -77,8 +77,12 @@ LONG_TESTS = {
         'test_fednest_goes_to_a_saddle_point_away_from_zero',
         'test_fednest_solves_the_portfolio_and_lfednest_does_not',
     ),
-    'experiments/compare_test.py': ('test_titles_tell_what_was_chosen',),
+    'experiments/compare_test.py': (
+        'test_a_comparison',
+        'test_titles_tell_what_was_chosen',
+    ),
     'experiments/contests_test.py': (
+        'test_fednest_has_more_rounds_with_five_terms',
         'test_steps_fall_in_the_second_half_of_the_rounds',
         'test_variants_have_their_settings_and_fall_likewise',
     ),
@@ -98,6 +102,7 @@ LONG_TESTS = {
     ),
     'experiments/reproduce_test.py': ('test_a_figure_from_runs_to_claims',),
     'experiments/resume_test.py': (
+        'test_signals_save_the_state',
         'test_more_epochs_go_on',
         'test_killed_at_random_moments',
         'test_several_runs_killed_at_random_moments',
@@ -111,7 +116,10 @@ LONG_TESTS = {
         'test_training_lowers_the_loss_after_adaptation',
         'test_an_epoch_is_a_step_along_the_gradient_of_maml',
     ),
-    'experiments/signals_test.py': ('test_old_run_comes_back',),
+    'experiments/signals_test.py': (
+        'test_in_every_phase[flags-2-1]',
+        'test_old_run_comes_back',
+    ),
     'experiments/theory_test.py': (
         'test_bilevel_epochs_are_those_of_their_k',
         'test_truncated_bias_is_that_of_the_sum',
@@ -187,6 +195,7 @@ LONG_TESTS = {
         'test_epochs_equal_those_of_the_compiled_function',
     ),
     'runtime/vectorised_test.py': (
+        'test_numbers_of_methods[simfbo]',
         'test_numbers_of_methods[fednest]',
         'test_numbers_of_methods[lfednest]',
         'test_numbers_of_methods[fedmbo]',
@@ -194,9 +203,14 @@ LONG_TESTS = {
         'test_numbers_by_chunks',
     ),
     'simulation/client_work_test.py': (
+        'test_random_work_of_tuned_runs_is_counted_for_longer',
         'test_random_work_is_counted_for_longer',
     ),
     'simulation/comparison_test.py': (
+        'test_other_data_are_refused',
+        'test_a_page_before_all_methods_are_done',
+        'test_work_is_counted_on_clients_of_the_final_runs',
+        'test_fewer_rounds_than_an_epoch_are_refused[tuning_rounds]',
         'test_damaged_rows_of_a_diverged_run_are_named',
         'test_every_method_has_as_many_trials',
         'test_the_ablation_keeps_v_at_zero',
