@@ -195,7 +195,6 @@ LONG_TESTS = {
         'test_epochs_equal_those_of_the_compiled_function',
     ),
     'runtime/vectorised_test.py': (
-        'test_numbers_of_methods[simfbo]',
         'test_numbers_of_methods[fednest]',
         'test_numbers_of_methods[lfednest]',
         'test_numbers_of_methods[fedmbo]',
