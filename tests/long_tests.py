@@ -59,8 +59,12 @@ LONG_TESTS = {
         'test_it_solves_the_problem',
         'test_killed_and_started_again_it_ends_in_the_same_bytes',
     ),
+    'experiments/bad_input_test.py': (
+        'test_one_method_diverges_and_the_other_goes_on',
+    ),
     'experiments/benchmark_test.py': (ALL,),
     'experiments/binaries_test.py': (
+        'test_binary[loss_tuning]',
         'test_binary[fed_avg]',
         'test_binary[no_tuning]',
         'test_binary[class_weights]',
@@ -132,6 +136,7 @@ LONG_TESTS = {
     ),
     'federated/aggregation_test.py': ('test_robust_private_and_compressed',),
     'local/local_hypergradient_test.py': (
+        'test_declaring_the_representation_changes_no_result[minimax]',
         'test_local_hypergradient_by_a_long_series',
         'test_declaring_the_representation_changes_no_result[bilevel]',
     ),
@@ -206,10 +211,13 @@ LONG_TESTS = {
         'test_random_work_is_counted_for_longer',
     ),
     'simulation/comparison_test.py': (
+        'test_a_line_tells_how_each_trial_and_each_run_ended',
+        'test_an_entry_may_have_steps_of_its_own',
+        'test_fewer_rounds_than_an_epoch_are_refused',
+        'test_a_damaged_reason_is_named',
         'test_other_data_are_refused',
         'test_a_page_before_all_methods_are_done',
         'test_work_is_counted_on_clients_of_the_final_runs',
-        'test_fewer_rounds_than_an_epoch_are_refused[tuning_rounds]',
         'test_damaged_rows_of_a_diverged_run_are_named',
         'test_every_method_has_as_many_trials',
         'test_the_ablation_keeps_v_at_zero',
